@@ -1,0 +1,130 @@
+"""
+Settings: the fields of dataclasses, filled by a file of plain assignments and then by the command line.
+
+    python train.py config/nano.py --lr=1e-3 --max_steps 500 --gate=false --resume
+
+`load` is all that a script needs. A name that no dataclass has is an error that suggests the nearest one, in
+the file as on the command line; values are checked against the field's type. `--help` reads the meaning of
+each field from the comment behind it, so that it is written once, where the field is.
+"""
+
+import ast
+import difflib
+import inspect
+import math
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def load(arguments, *classes):
+    """Make one instance of each dataclass from command-line arguments: [FILE] [--key=value | --key value | --flag].
+
+    Returns (path of the config file or None, instances in the order of classes). Prints and exits on --help;
+    raises ValueError, a sentence for the user, on anything it does not understand.
+    """
+    known = {field.name: field for cls in classes for field in fields(cls)}
+    file, given, help_wanted = parse(arguments, known)
+    values = read_file(file, known) if file else {}
+    values.update(given)
+    if help_wanted:
+        print(describe(classes, values))
+        sys.exit(0)
+    return file, [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
+
+
+def parse(arguments, known):
+    """Split a command line into (config file or None, {name: value}, whether help was asked for)."""
+    file, given, help_wanted, rest = None, {}, False, list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            help_wanted = True
+        elif word.startswith("--"):
+            name, equals, text = word[2:].partition("=")  # at the first "=": values may contain more
+            field = find(name, known, "--")
+            if not equals and field.type is bool and not (rest and rest[0].lower() in WORDS):
+                text = "true"  # a bare --flag
+            elif not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ValueError(f"--{name} needs a value ({field.type.__name__}).")
+                text = rest.pop(0)
+            given[name] = from_text(name, field.type, text)
+        elif word.startswith("-") or file is not None:
+            raise ValueError(f"{word!r} is not understood: options are --key=value, after one config file.")
+        else:
+            file = Path(word)
+    return file, given, help_wanted
+
+
+def find(name, known, prefix=""):
+    """The field called `name`, or a ValueError with the nearest name."""
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {prefix}{close[0]}?" if close else "--help lists all names."
+    raise ValueError(f"unknown setting {prefix}{name}; {hint}")
+
+
+def from_text(name, kind, text):
+    """The value of a command-line word, in the field's type."""
+    try:
+        if kind is bool:
+            return WORDS[text.lower()]
+        if kind is int:
+            return check(name, int, int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text))
+        return check(name, kind, kind(text))
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"--{name} takes a value of type {kind.__name__}, not {text!r}.") from None
+
+
+def check(name, kind, value):
+    """`value` in the type `kind`: whole floats pass as int, ints as float; nothing else is converted."""
+    if kind in (int, float) and type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
+        return kind(value)
+    if type(value) is not kind:
+        raise ValueError(f"{name} takes a value of type {kind.__name__}, not {value!r}.")
+    return value
+
+
+def read_file(path, known):
+    """The assignments `name = value` of a config file. Values are literals; nothing in the file is executed."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+        hint = f"; did you mean {path.with_name(close[0])}?" if close else "."
+        raise ValueError(f"there is no config file {path}{hint}") from None
+    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"cannot read the config file {path}: {error}") from None
+    values = {}
+    for node in tree.body:
+        where = f"{path}, line {node.lineno}"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+            raise ValueError(f"{where}: a config file holds assignments `name = value` only.")
+        name = node.targets[0].id
+        try:
+            field = find(name, known)
+            values[name] = check(name, field.type, ast.literal_eval(node.value))
+        except ValueError as error:
+            message = "a value is a plain number, string, True or False." if "malformed" in str(error) else error
+            raise ValueError(f"{where}: {message}") from None
+    return values
+
+
+def describe(classes, values):
+    """The text of --help: each field's name, type, present value, and the comment behind it in the source."""
+    lines = [f"usage: python {Path(sys.argv[0]).name} [CONFIG_FILE] [--key=value | --key value | --flag] ..."]
+    for cls in classes:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), flags=re.MULTILINE))
+        lines += ["", f"{cls.__name__}: {inspect.getdoc(cls).splitlines()[0]}"]
+        for field in fields(cls):
+            value = values.get(field.name, field.default)
+            lines.append(f"  --{field.name}={value!r}  ({field.type.__name__})")
+            lines.append(f"        {comments[field.name]}")
+    return "\n".join(lines)

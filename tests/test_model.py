@@ -1,0 +1,452 @@
+"""The promises of model.py: sizes, causality, exact cached decoding, and agreement with slow, obvious twins."""
+
+import cmath
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import (Cache, LanguageModel, ModelConfig, NoCache, apply_rotary, causal_attention, running_mean,
+                   sample_token)
+
+# Every ablation of the paper, the baseline, and heads that share keys and values.
+VARIANTS = {
+    "nano": {},
+    "alpha_0": {"alpha": 0.0},
+    "no_gate": {"gate": False},
+    "gate_after_rotary": {"gate_after_rotary": True},
+    "swiglu": {"ffn": "swiglu"},
+    "gelu": {"ffn": "gelu"},
+    "attention": {"mixer": "attention"},
+    "baseline": {"mixer": "attention", "ffn": "swiglu", "alpha": 0.0},
+    "grouped": {"n_kv_head": 2},
+    "one_kv_head": {"mixer": "attention", "n_kv_head": 1},
+    "wide_heads": {"d_head": 10},
+}
+CHUNKS = [[1] * 40, [40], [1, 7, 32], [13, 1, 1, 25], [39, 1]]
+
+
+def make(seed=0, **changes):
+    """A small float64 model with weights far from their initial values, so that nothing is nearly zero or linear."""
+    settings = {"vocab_size": 61, "context": 48, "n_layer": 3, "d_model": 24, "n_head": 4, "d_ff": 40} | changes
+    model = LanguageModel(ModelConfig(**settings)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (1.0 if p.dim() == 1 else 0.0))
+    return model
+
+
+def ids(B=2, T=40, V=61, seed=1):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def in_chunks(model, x, sizes):
+    cache, out = Cache(model.config.context), []
+    for chunk in x.split(sizes, dim=1):
+        out.append(model(chunk, cache=cache)[0])
+    return torch.cat(out, dim=1)
+
+
+# --------------------------------------------------------------------------------------- sizes and configuration
+
+
+def test_parameter_counts_are_exact():
+    def count(**changes):
+        with torch.device("meta"):
+            return sum(p.numel() for p in LanguageModel(ModelConfig(**changes)).parameters())
+
+    assert count() == 12_915_888
+    assert count(d_model=384, n_layer=8, n_head=12, d_ff=768) == 26_454_624
+    assert count(d_model=512, n_layer=12, n_head=16, d_ff=1024) == 54_154_944
+    assert count(gate=False) == 12_915_888 - 6 * 328  # H d_h + H^2 + H a layer
+
+
+def test_budget_counts_parameters_rows_sums_and_flops():
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig())
+    budget = model.budget(1024, torch.bfloat16)
+    assert sum(budget["parameters"].values()) == 12_915_888
+    assert budget["parameters"]["mixer.gate"] == 6 * 328
+    assert budget["cache_bytes"] == 6_291_456  # the paper's 2 L T d, in half precision
+    assert budget["state_bytes"] == 192 * 4  # the paper's L d_h values, in float32 whatever the dtype
+    C, F_, D, H, V = 256, 512, 32, 8, 32000
+    per_layer = 4 * C * C + D * H + H * H + 4 * C * F_ + 2 * 1024 * C  # products of the last of 1024 tokens
+    assert budget["flops_per_token"] == 2 * (6 * per_layer + V * C)
+    assert model.budget(512)["cache_bytes"] == 6_291_456  # half the tokens, twice the bytes
+    assert model.budget(1)["flops_per_token"] < budget["flops_per_token"]
+
+
+def test_grouped_heads_shrink_the_cache():
+    full, grouped = (make(n_kv_head=n).budget(48)["cache_bytes"] for n in (4, 1))
+    assert full == 4 * grouped
+
+
+@pytest.mark.parametrize("changes, word", [
+    ({"d_model": 30}, "n_head"), ({"n_kv_head": 3}, "n_kv_head"), ({"d_head": 3}, "d_head"),
+    ({"mixer": "atention"}, "attention"), ({"ffn": "butterfy"}, "butterfly"), ({"position": "x"}, "position"),
+    ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "vocab_size"), ({"rope_base": 0.0}, "rope_base"),
+    ({"norm_eps": 0.0}, "norm_eps"), ({"n_kv_head": -1}, "n_kv_head"),
+])
+def test_bad_settings_are_refused_by_name(changes, word):
+    with pytest.raises(ValueError, match=word):
+        ModelConfig(**({"d_model": 24, "n_head": 4} | changes))
+
+
+def test_initial_weights_are_as_published():
+    model = LanguageModel(ModelConfig(vocab_size=500, n_layer=2))
+    matrices = torch.cat([p.detach().flatten() for p in model.parameters() if p.dim() == 2])
+    assert matrices.abs().max() <= 0.04 and abs(matrices.std() - 0.0176) < 2e-4  # 0.02, cut at two sigma
+    assert all((p == 1).all() or (p == 0).all() for p in model.parameters() if p.dim() == 1)
+    _, loss = model(ids(4, 100, 500), ids(4, 100, 500, seed=2))
+    assert abs(loss.item() - math.log(500)) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------ exact decoding
+
+
+@pytest.mark.parametrize("sizes", CHUNKS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunks_give_the_logits_of_the_full_pass(variant, sizes):
+    model, x = make(**VARIANTS[variant]), ids()
+    full, _ = model(x)
+    assert full.abs().max() > 1  # else the tolerance would mean little
+    assert (in_chunks(model, x, sizes) - full).abs().max() < 1e-10
+
+
+def test_chunks_in_float32():
+    model, x = make().float(), ids()
+    assert (in_chunks(model, x, [1, 7, 32]) - model(x)[0]).abs().max() < 1e-4
+
+
+def test_rows_of_a_batch_do_not_meet():
+    model, x = make(), ids(B=3)
+    alone = torch.cat([model(row[None])[0] for row in x])
+    assert (model(x)[0] - alone).abs().max() < 1e-10
+
+
+def test_a_pass_that_fails_halfway_leaves_the_cache_as_it_was():
+    """Guards against sums that count a chunk twice when it is read again after an interruption."""
+    model, x, cache = make(), ids(), Cache(48)
+    model(x[:, :10], cache=cache)
+    broken = model.blocks[-1].ffn.forward
+    model.blocks[-1].ffn.forward = None
+    with pytest.raises(TypeError):
+        model(x[:, 10:20], cache=cache)
+    model.blocks[-1].ffn.forward = broken
+    again = model(x[:, 10:20], cache=cache)[0]
+    assert (again - model(x[:, :20])[0][:, 10:]).abs().max() < 1e-10
+
+
+def test_context_is_a_limit_never_a_silent_crop():
+    model = make()
+    for T in (0, 49):
+        with pytest.raises(ValueError, match="context of 48"):
+            model(ids(T=T))
+    cache = Cache(48)
+    model(ids(T=48), cache=cache)
+    with pytest.raises(ValueError, match="1 tokens after 48"):
+        model(ids(T=1), cache=cache)
+
+
+def test_last_only_is_the_last_row_of_logits():
+    model, x = make(), ids()
+    assert torch.allclose(model(x, last_only=True)[0], model(x)[0][:, -1:], atol=1e-12)
+
+
+def test_half_precision_sums_stay_in_float32():
+    """A running sum kept in bfloat16 stops growing at 256; here 600 tokens stay close to the full pass."""
+    x = torch.ones(1, 1, 2, dtype=torch.bfloat16)
+    cache = Cache(600)
+    for _ in range(600):
+        mean = running_mean(cache, "x", x)
+        cache.advance(torch.zeros(1, 1))
+    assert cache.sums["x"].dtype == torch.float32 and cache.sums["x"].flatten().tolist() == [600, 600]
+    assert mean.flatten().tolist() == [1, 1]
+    model, tokens = make(context=600).bfloat16(), ids(1, 600)
+    stepped, full = in_chunks(model, tokens, [1] * 600).float(), model(tokens)[0].float()
+    exact = make(context=600)(tokens)[0].float()
+    noise = (full - exact).abs()[:, :256].mean()  # what bfloat16 costs anyway
+    assert (stepped - exact).abs()[:, 512:].mean() < 2 * noise
+
+
+# ------------------------------------------------------------------------------------------------------ causality
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_token_sees_a_later_one(variant, mode):
+    model, x = make(**VARIANTS[variant]).train(mode == "train"), ids(1)
+    before = model(x)[0]
+    for t in (0, 1, 17, 38, 39):
+        changed = x.clone()
+        changed[0, t] = (x[0, t] + 1) % 61
+        after = model(changed)[0]
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert (before[:, t] - after[:, t]).abs().max() > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------------- slow twins
+
+
+def twin(model, tokens):
+    """Wiola Nano written from the paper as loops over layers, heads and tokens; returns logits as lists of floats.
+
+    Rotations are products of complex numbers, the gate multiplies scores (it is not folded into the query), and
+    the mean is taken anew for each token.
+    """
+    c, E, logits = model.config, model.embedding.weight, []
+    D, H, half = c.d_head, c.n_head, c.d_head // 2
+    norm = lambda gain, v: gain * v / torch.sqrt((v * v).mean() + c.norm_eps)
+
+    def rotate(v, m):
+        out = torch.empty_like(v)
+        for i in range(half):
+            theta = c.rope_base ** (-2 * i / D) * (1 + c.alpha * math.sqrt((i + 1) / half))
+            z = complex(v[i], v[i + half]) * cmath.exp(1j * m * theta)
+            out[i], out[i + half] = z.real, z.imag
+        return out
+
+    stream = [E[t] for t in tokens]
+    for block in model.blocks:
+        W_q, W_k, W_v = block.mixer.qkv.weight.split(block.mixer.sizes)
+        W_1, W_2, b_2 = block.mixer.gate[0].weight, block.mixer.gate[2].weight, block.mixer.gate[2].bias
+        normed = [norm(block.norm_1.gain, x) for x in stream]
+        heads = lambda W: [(W @ x).view(-1, D) for x in normed]  # a list over tokens of (heads, D)
+        q, k, v = heads(W_q), heads(W_k), heads(W_v)
+        for t in range(len(tokens)):
+            c_t = sum(q[s].mean(dim=0) for s in range(t + 1)) / (t + 1)
+            g = torch.sigmoid(W_2 @ F.silu(W_1 @ c_t) + b_2)
+            out = []
+            for h in range(H):
+                kv = h // (H // c.n_kv_head)
+                scores = [g[h] * (rotate(q[t][h], t) @ rotate(k[s][kv], s)) / math.sqrt(D) for s in range(t + 1)]
+                weights = torch.softmax(torch.stack(scores), dim=0)
+                out.append(sum(w * v[s][kv] for s, w in enumerate(weights)))
+            stream[t] = stream[t] + block.mixer.out.weight @ torch.cat(out)
+        W_a, W_b, W_c = block.ffn.up.weight.chunk(3)
+        for t, x in enumerate(stream):
+            y = norm(block.norm_2.gain, x)
+            stream[t] = x + block.ffn.down.weight @ (F.silu(W_a @ y) * (W_b @ y) + W_c @ y)
+    return torch.stack([E @ norm(model.norm.gain, x) for x in stream])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"n_kv_head": 2}, {"alpha": 0.3}], ids=str)
+def test_agrees_with_a_loop_over_tokens(changes):
+    model, x = make(n_layer=2, **changes), ids(1, 9)
+    assert (model(x)[0][0] - twin(model, x[0].tolist())).abs().max() < 1e-9
+
+
+def test_alpha_0_is_standard_rotary():
+    model = make(alpha=0.0, d_head=8)
+    cos, sin = model.rotary(5, 3)
+    for row, m in enumerate((5, 6, 7)):
+        for i in range(4):
+            angle = m * 10000 ** (-2 * i / 8)
+            assert abs(cos[row, i] - math.cos(angle)) < 1e-12 and abs(sin[row, i] - math.sin(angle)) < 1e-12
+    spiral, standard = make(d_head=8).rotary(0, 40)[0], make(alpha=0.0, d_head=8).rotary(0, 40)[0]
+    assert (spiral - standard).abs().max() > 0.1
+
+
+def test_rotary_keeps_length_and_depends_on_the_offset_alone():
+    model, generator = make(d_head=8), torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=generator)
+    at = lambda x, m: apply_rotary(x, *model.rotary(m, 1))
+    assert torch.allclose(at(q, 17).norm(), q.norm(), atol=1e-12)
+    assert torch.allclose((at(q, 9) * at(k, 4)).sum(), (at(q, 31) * at(k, 26)).sum(), atol=1e-10)
+
+
+def test_rotary_tables_are_never_in_half_precision():
+    """Guards against tables that are rounded along with the weights: bfloat16 has 3 digits, positions have 4."""
+    exact, half = make(), make().bfloat16()
+    assert half.rotary(40, 3)[0].dtype == torch.float32
+    assert (half.rotary(40, 3)[0] - exact.rotary(40, 3)[0]).abs().max() < 1e-7
+    assert not [name for name in exact.state_dict() if "cos" in name or "rotary" in name]
+
+
+def test_without_the_gate_gated_spiral_attention_is_plain_attention():
+    gated, plain = make(gate=False), make(mixer="attention")
+    plain.load_state_dict(gated.state_dict())
+    assert torch.equal(gated(ids())[0], plain(ids())[0])
+    assert (make()(ids())[0] - plain(ids())[0]).abs().max() > 1e-2
+
+
+def test_a_gate_of_zero_returns_the_mean_of_the_values():
+    """The paper says that a small gate silences its head; it flattens it."""
+    model, x = make(n_layer=1), ids(1)
+    mixer = model.blocks[0].mixer
+    with torch.no_grad():
+        mixer.gate[2].weight.zero_()
+        mixer.gate[2].bias.fill_(-1e4)
+    h = model.blocks[0].norm_1(model.embedding(x))
+    v = mixer.project(h)[2]
+    mean = running_mean(NoCache(), "", v.transpose(1, 2).flatten(2))
+    assert torch.allclose(mixer(h, model.rotary(0, 40), NoCache()), mixer.out(mean), atol=1e-10)
+
+
+@pytest.mark.parametrize("T, S, K", [(5, 5, 4), (1, 9, 2), (3, 9, 4), (8, 9, 1)])
+def test_attention_against_an_explicit_mask(T, S, K):
+    """Guards against a triangle aligned at the upper left, and against grouping heads as h mod K."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, T, 6, dtype=torch.float64, generator=g)
+    k, v = torch.randn(2, 2, K, S, 6, dtype=torch.float64, generator=g)
+    out = causal_attention(q, k, v)
+    for h in range(4):
+        scores = q[:, h] @ k[:, h // (4 // K)].mT / math.sqrt(6)
+        for t in range(T):
+            scores[:, t, S - T + t + 1:] = -math.inf
+        assert torch.allclose(out[:, h], scores.softmax(-1) @ v[:, h // (4 // K)], atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------------------- training
+
+
+def test_loss_ignores_minus_100_and_does_not_shift():
+    model, x, y = make(), ids(), ids(seed=2)
+    y[:, :10] = -100
+    logits, loss = model(x, y)
+    expected = -logits.log_softmax(-1)[:, 10:].gather(-1, y[:, 10:, None]).mean()
+    assert torch.allclose(loss, expected, atol=1e-12)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    grads = []
+    for flag in (False, True):
+        model = make()
+        model.gradient_checkpointing = flag
+        model(ids(), ids(seed=2))[1].backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*grads, atol=1e-12) and grads[0].norm() > 0.1
+
+
+def test_bfloat16_autocast_trains_on_cpu():
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(vocab_size=61, context=32, n_layer=2, d_model=32, n_head=4, d_ff=64))
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), ids(4, 33)
+    for step in range(30):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, loss = model(x[:, :-1], x[:, 1:])
+        first = loss.item() if step == 0 else first
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.dtype == torch.float32 and loss.item() < first / 2
+
+
+@pytest.mark.parametrize("variant", ["nano", "baseline", "gelu"])
+def test_overfits_a_paragraph(variant):
+    text = ("Once upon a time there was a frog who could not swim. Every day it sat by the pond and watched the "
+            "others. One day a duck came by and said: come, I will hold you. And the frog jumped in.")
+    x = torch.tensor([list(text.encode())])
+    torch.manual_seed(0)
+    small = {"vocab_size": 256, "context": 256, "n_layer": 2, "d_model": 64, "n_head": 4, "d_ff": 128}
+    model = LanguageModel(ModelConfig(**(small | VARIANTS[variant])))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(200):
+        _, loss = model(x[:, :-1], x[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < 0.1
+    out = torch.cat(list(model.generate(x[:, :20], x.size(1) - 20, temperature=0)), dim=1)
+    assert bytes(out[0].tolist()).decode() == text[20:]
+
+
+# -------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_generate_is_a_stream_and_equals_full_passes():
+    model, x = make(), ids(2, 5)
+    for token in model.generate(x, 20, temperature=0):
+        assert token.shape == (2, 1)
+        assert torch.equal(token, model(x)[0][:, -1].argmax(-1, keepdim=True))
+        x = torch.cat([x, token], dim=1)
+
+
+def test_generate_refills_a_full_context_from_its_last_half():
+    model, x = make(context=16), ids(1, 5)
+    window = x
+    for token in model.generate(x, 60, temperature=0):
+        assert torch.equal(token, model(window)[0][:, -1].argmax(-1, keepdim=True))
+        window = torch.cat([window, token], dim=1)
+        window = window if window.size(1) <= 16 else window[:, -8:]
+    long, token = ids(1, 100), None
+    (token,) = model.generate(long, 1, temperature=0)
+    assert torch.equal(token, model(long[:, -8:])[0][:, -1].argmax(-1, keepdim=True))
+
+
+def test_generate_goes_on_with_a_cache_over_several_calls():
+    model, x, cache = make(context=16), ids(1, 5), Cache(16)
+    whole = list(model.generate(x, 30, temperature=0))
+    first = list(model.generate(x, 10, temperature=0, cache=cache))
+    second = list(model.generate(first[-1], 20, temperature=0, cache=cache))
+    assert torch.equal(torch.cat(whole, 1), torch.cat(first + second, 1))
+
+
+def draws(logits, n=2000, seed=0, **options):
+    """How often each id comes out of n draws."""
+    generator = torch.Generator().manual_seed(seed)
+    out = sample_token(torch.tensor([logits]).expand(n, -1), generator=generator, **options)
+    return torch.bincount(out.flatten(), minlength=len(logits)).tolist()
+
+
+def test_sampling_options_mean_what_they_say():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert draws(logits, temperature=0) == [2000, 0, 0, 0]
+    assert draws(logits, top_k=1) == [2000, 0, 0, 0]
+    assert [n > 0 for n in draws(logits, top_k=2)] == [True, True, False, False]
+    assert all(draws(logits, top_k=99)) and all(draws(logits, top_k=0))
+    assert [n > 0 for n in draws(logits, top_p=0.6)] == [True, True, False, False]  # 0.3 crosses 0.6: it stays
+    assert [n > 0 for n in draws(logits, top_p=0.4)] == [True, False, False, False]
+    assert draws(logits, top_p=1e-9) == [2000, 0, 0, 0]
+    assert draws(logits, temperature=1e-30) == [2000, 0, 0, 0]
+    share = [n / 2000 for n in draws(logits)]
+    assert all(abs(a - b) < 0.04 for a, b in zip(share, (0.5, 0.3, 0.15, 0.05)))
+    cold = draws(logits, temperature=0.5)  # probabilities squared
+    assert abs(cold[0] / cold[1] - 25 / 9) < 0.5
+
+
+def test_ties_keep_exactly_k():
+    assert sum(n > 0 for n in draws([1.0] * 10, top_k=3)) == 3
+
+
+def test_rows_draw_independently_and_seeds_repeat():
+    model, x = make(), ids(1, 5).expand(4, -1)
+    run = lambda seed: torch.cat(list(model.generate(x, 20, generator=torch.Generator().manual_seed(seed))), 1)
+    first = run(1)
+    assert torch.equal(first, run(1)) and not torch.equal(first, run(2))
+    assert len({tuple(row.tolist()) for row in first}) == 4
+
+
+def test_ids_past_the_tokenizer_are_never_drawn():
+    model = make()
+    with torch.no_grad():
+        model.embedding.weight[50:] *= 20  # make them tempting
+    out = torch.cat(list(model.generate(ids(8, 5, 50), 30, temperature=2.0, n_ids=50)), dim=1)
+    assert out.max() < 50
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_no_square_matrix_in_training():
+    """The largest tensor of a forward and backward pass grows with T, not with T^2."""
+    sizes = {}
+    for T in (256, 512):
+        model = make(context=T, n_layer=1).float()
+        largest = 0
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                nonlocal largest
+                out = function(*args, **(kwargs or {}))
+                for x in out if isinstance(out, (tuple, list)) else [out]:
+                    largest = max(largest, x.numel()) if isinstance(x, torch.Tensor) else largest
+                return out
+
+        with Watch():
+            model(ids(1, T), ids(1, T, seed=2))[1].backward()
+        sizes[T] = largest
+    assert sizes[512] == 2 * sizes[256]
