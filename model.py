@@ -77,13 +77,13 @@ class ModelConfig:
                 raise ValueError(f"{name}={choice!r} is unknown; {hint}Choices: {', '.join(parts)}.")
         if self.d_head == 0:
             if self.d_model % self.n_head:
-                raise ValueError(f"d_model={self.d_model} does not divide by n_head={self.n_head}; set d_head.")
+                raise ValueError(f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head.")
             self.d_head = self.d_model // self.n_head
         self.n_kv_head = self.n_kv_head or self.n_head
         if self.d_head < 2 or self.d_head % 2:
-            raise ValueError(f"d_head={self.d_head} must be even: rotary positions turn pairs of coordinates.")
+            raise ValueError(f"d_head={self.d_head} must be even: positions turn pairs of coordinates.")
         if not 1 <= self.n_kv_head <= self.n_head or self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} does not divide by n_kv_head={self.n_kv_head}.")
+            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}.")
         if not self.rope_base > 0:
             raise ValueError(f"rope_base must be above 0, not {self.rope_base}.")
         if not self.norm_eps > 0:
@@ -402,7 +402,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.gradient_checkpointing = False  # training: recompute each block in backward instead of storing it
+        self.gradient_checkpointing = False  # in training, recompute each block in backward: less memory
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         block = PARTS["block"][config.block]
         self.blocks = nn.ModuleList(block(config, str(layer)) for layer in range(config.n_layer))

@@ -17,11 +17,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def load(arguments, *classes):
-    """Make one instance of each dataclass from command-line arguments: [FILE] [--key=value | --key value | --flag].
+    """Make an instance of each dataclass from a command line: [FILE] [--key=value | --key value | --flag] ...
 
     Returns (path of the config file or None, instances in the order of classes). Prints and exits on --help;
     raises ValueError, a sentence for the user, on anything it does not understand.
@@ -83,36 +83,39 @@ def from_text(name, kind, text):
 
 def check(name, kind, value):
     """`value` in the type `kind`: whole floats pass as int, ints as float; nothing else is converted."""
-    if kind in (int, float) and type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
-        return kind(value)
-    if type(value) is not kind:
-        raise ValueError(f"{name} takes a value of type {kind.__name__}, not {value!r}.")
-    return value
+    if kind in (int, float):
+        if type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
+            return kind(value)
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"{name} takes a value of type {kind.__name__}, not {value!r}.")
 
 
 def read_file(path, known):
-    """The assignments `name = value` of a config file. Values are literals; nothing in the file is executed."""
+    """The assignments `name = value` of a config file. Values are literals; nothing in it is executed."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"; did you mean {path.with_name(close[0])}?" if close else "."
         raise ValueError(f"there is no config file {path}{hint}") from None
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+    except (SyntaxError, ValueError, OSError) as error:
         raise ValueError(f"cannot read the config file {path}: {error}") from None
     values = {}
     for node in tree.body:
         where = f"{path}, line {node.lineno}"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
-        if not (isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if not isinstance(target, ast.Name):
             raise ValueError(f"{where}: a config file holds assignments `name = value` only.")
-        name = node.targets[0].id
+        name = target.id
         try:
             field = find(name, known)
             values[name] = check(name, field.type, ast.literal_eval(node.value))
-        except ValueError as error:
-            message = "a value is a plain number, string, True or False." if "malformed" in str(error) else error
+        except (ValueError, OverflowError) as error:
+            plain = "a value is a plain number, string, True or False."
+            message = plain if "malformed" in str(error) else error
             raise ValueError(f"{where}: {message}") from None
     return values
 

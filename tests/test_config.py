@@ -1,12 +1,13 @@
 """Settings from files and command lines: typed, and misspelt names are refused with the nearest one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 
 import config as settings
-from model import ModelConfig
+from model import LanguageModel, ModelConfig
 from train import TrainConfig
 
 CONFIGS = sorted(Path(__file__).resolve().parent.parent.joinpath("config").glob("[!_]*.py"))
@@ -65,7 +66,8 @@ def in_file(tmp_path, text):
 
 
 def test_a_file_sets_and_the_command_line_overrides(tmp_path):
-    bowl = in_file(tmp_path, '"""A bowl."""\n# with a comment\napples = 4\nsugar = 2  # an int for a float\nripe = True\n')
+    text = '"""A bowl."""\n# with a comment\napples = 4\nsugar = 2  # an int for a float\nripe = True\n'
+    bowl = in_file(tmp_path, text)
     assert bowl == Fruit(apples=9, sugar=2.0, ripe=True)
 
 
@@ -98,9 +100,14 @@ def test_help_lists_names_types_values_and_meaning(capsys):
 def test_every_setting_of_the_project_has_a_meaning(capsys):
     with pytest.raises(SystemExit):
         settings.load(["--help"], TrainConfig, ModelConfig)
-    assert capsys.readouterr().out.count("\n        ") >= 45
+    text = capsys.readouterr().out
+    for field in (*fields(TrainConfig), *fields(ModelConfig)):
+        assert f"\n  --{field.name}=" in text
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_every_config_file_loads(path):
-    settings.load([str(path)], TrainConfig, ModelConfig)
+def test_every_config_file_loads_and_tells_its_size(path):
+    _, (_, model_config) = settings.load([str(path)], TrainConfig, ModelConfig)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in LanguageModel(model_config).parameters())
+    assert f"{size:,} parameters" in path.read_text(encoding="utf-8").splitlines()[0]

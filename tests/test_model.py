@@ -1,4 +1,4 @@
-"""The promises of model.py: sizes, causality, exact cached decoding, and agreement with slow, obvious twins."""
+"""The promises of model.py: sizes, causality, exact cached decoding, agreement with slow, obvious twins."""
 
 import cmath
 import math
@@ -28,9 +28,9 @@ CHUNKS = [[1] * 40, [40], [1, 7, 32], [13, 1, 1, 25], [39, 1]]
 
 
 def make(seed=0, **changes):
-    """A small float64 model with weights far from their initial values, so that nothing is nearly zero or linear."""
-    settings = {"vocab_size": 61, "context": 48, "n_layer": 3, "d_model": 24, "n_head": 4, "d_ff": 40} | changes
-    model = LanguageModel(ModelConfig(**settings)).double()
+    """A small float64 model. Its weights are far from the initial ones, so that nothing is nearly linear."""
+    settings = {"vocab_size": 61, "context": 48, "n_layer": 3, "d_model": 24, "n_head": 4, "d_ff": 40}
+    model = LanguageModel(ModelConfig(**(settings | changes))).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -49,7 +49,7 @@ def in_chunks(model, x, sizes):
     return torch.cat(out, dim=1)
 
 
-# --------------------------------------------------------------------------------------- sizes and configuration
+# ----------------------------------------------------------------------------------- sizes and configuration
 
 
 def test_parameter_counts_are_exact():
@@ -103,7 +103,7 @@ def test_initial_weights_are_as_published():
     assert abs(loss.item() - math.log(500)) < 0.1
 
 
-# ------------------------------------------------------------------------------------------------ exact decoding
+# -------------------------------------------------------------------------------------------- exact decoding
 
 
 @pytest.mark.parametrize("sizes", CHUNKS, ids=str)
@@ -171,7 +171,7 @@ def test_half_precision_sums_stay_in_float32():
     assert (stepped - exact).abs()[:, 512:].mean() < 2 * noise
 
 
-# ------------------------------------------------------------------------------------------------------ causality
+# ------------------------------------------------------------------------------------------------- causality
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -187,14 +187,14 @@ def test_no_token_sees_a_later_one(variant, mode):
         assert (before[:, t] - after[:, t]).abs().max() > 1e-3
 
 
-# ----------------------------------------------------------------------------------------------------- slow twins
+# ------------------------------------------------------------------------------------------------ slow twins
 
 
 def twin(model, tokens):
-    """Wiola Nano written from the paper as loops over layers, heads and tokens; returns logits as lists of floats.
+    """Logits of Wiola Nano, written from the paper as loops over layers, heads and tokens.
 
-    Rotations are products of complex numbers, the gate multiplies scores (it is not folded into the query), and
-    the mean is taken anew for each token.
+    Rotations are products of complex numbers, the gate multiplies scores (it is not folded into the query),
+    and the mean is taken anew for each token.
     """
     c, E, logits = model.config, model.embedding.weight, []
     D, H, half = c.d_head, c.n_head, c.d_head // 2
@@ -221,7 +221,8 @@ def twin(model, tokens):
             out = []
             for h in range(H):
                 kv = h // (H // c.n_kv_head)
-                scores = [g[h] * (rotate(q[t][h], t) @ rotate(k[s][kv], s)) / math.sqrt(D) for s in range(t + 1)]
+                turned = rotate(q[t][h], t)
+                scores = [g[h] * (turned @ rotate(k[s][kv], s)) / math.sqrt(D) for s in range(t + 1)]
                 weights = torch.softmax(torch.stack(scores), dim=0)
                 out.append(sum(w * v[s][kv] for s, w in enumerate(weights)))
             stream[t] = stream[t] + block.mixer.out.weight @ torch.cat(out)
@@ -259,7 +260,7 @@ def test_rotary_keeps_length_and_depends_on_the_offset_alone():
 
 
 def test_rotary_tables_are_never_in_half_precision():
-    """Guards against tables that are rounded along with the weights: bfloat16 has 3 digits, positions have 4."""
+    """Guards against tables that are rounded with the weights: bfloat16 has 3 digits, positions have 4."""
     exact, half = make(), make().bfloat16()
     assert half.rotary(40, 3)[0].dtype == torch.float32
     assert (half.rotary(40, 3)[0] - exact.rotary(40, 3)[0]).abs().max() < 1e-7
@@ -300,7 +301,7 @@ def test_attention_against_an_explicit_mask(T, S, K):
         assert torch.allclose(out[:, h], scores.softmax(-1) @ v[:, h // (4 // K)], atol=1e-12)
 
 
-# -------------------------------------------------------------------------------------------------------- training
+# -------------------------------------------------------------------------------------------------- training
 
 
 def test_loss_ignores_minus_100_and_does_not_shift():
@@ -337,8 +338,8 @@ def test_bfloat16_autocast_trains_on_cpu():
 
 @pytest.mark.parametrize("variant", ["nano", "baseline", "gelu"])
 def test_overfits_a_paragraph(variant):
-    text = ("Once upon a time there was a frog who could not swim. Every day it sat by the pond and watched the "
-            "others. One day a duck came by and said: come, I will hold you. And the frog jumped in.")
+    text = ("Once upon a time there was a frog who could not swim. Every day it sat by the pond and watched "
+            "the others. One day a duck came by and said: come, I will hold you. And the frog jumped in.")
     x = torch.tensor([list(text.encode())])
     torch.manual_seed(0)
     small = {"vocab_size": 256, "context": 256, "n_layer": 2, "d_model": 64, "n_head": 4, "d_ff": 128}
@@ -354,7 +355,7 @@ def test_overfits_a_paragraph(variant):
     assert bytes(out[0].tolist()).decode() == text[20:]
 
 
-# -------------------------------------------------------------------------------------------------------- sampling
+# -------------------------------------------------------------------------------------------------- sampling
 
 
 def test_generate_is_a_stream_and_equals_full_passes():
@@ -398,7 +399,7 @@ def test_sampling_options_mean_what_they_say():
     assert draws(logits, top_k=1) == [2000, 0, 0, 0]
     assert [n > 0 for n in draws(logits, top_k=2)] == [True, True, False, False]
     assert all(draws(logits, top_k=99)) and all(draws(logits, top_k=0))
-    assert [n > 0 for n in draws(logits, top_p=0.6)] == [True, True, False, False]  # 0.3 crosses 0.6: it stays
+    assert [n > 0 for n in draws(logits, top_p=0.6)] == [True, True, False, False]  # 0.3 crosses it
     assert [n > 0 for n in draws(logits, top_p=0.4)] == [True, False, False, False]
     assert draws(logits, top_p=1e-9) == [2000, 0, 0, 0]
     assert draws(logits, temperature=1e-30) == [2000, 0, 0, 0]
@@ -414,7 +415,8 @@ def test_ties_keep_exactly_k():
 
 def test_rows_draw_independently_and_seeds_repeat():
     model, x = make(), ids(1, 5).expand(4, -1)
-    run = lambda seed: torch.cat(list(model.generate(x, 20, generator=torch.Generator().manual_seed(seed))), 1)
+    seeded = lambda seed: torch.Generator().manual_seed(seed)
+    run = lambda seed: torch.cat(list(model.generate(x, 20, generator=seeded(seed))), dim=1)
     first = run(1)
     assert torch.equal(first, run(1)) and not torch.equal(first, run(2))
     assert len({tuple(row.tolist()) for row in first}) == 4
@@ -428,7 +430,7 @@ def test_ids_past_the_tokenizer_are_never_drawn():
     assert out.max() < 50
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
+# ---------------------------------------------------------------------------------------------------- memory
 
 
 def test_no_square_matrix_in_training():

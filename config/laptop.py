@@ -1,0 +1,16 @@
+# A Wiola of 3,444,540 parameters on real TinyStories: about an hour on a laptop's CPU.
+data = "laptop"  # python prepare.py --name laptop --vocab_size 4096
+vocab_size = 4096
+context = 256
+n_layer = 6
+d_model = 192
+n_head = 6
+d_ff = 384
+
+max_steps = 4000
+batch_size = 16
+lr = 2e-3
+min_lr = 1e-4
+warmup = 0.05
+eval_every = 500
+eval_tokens = 100000

@@ -1,0 +1,190 @@
+"""The promises of sample.py: what streams to stdout, and that every option means what it says."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+import tokenizer as tokenizers
+import train
+from model import LanguageModel, ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_checkpoint(path, **changes):
+    """A checkpoint of a small random model with a tokenizer of 300 tokens."""
+    chunks = tokenizers.count_chunks(["The frog saw a big red ball in the pond and jumped after it at once."] * 2)
+    tokenizer = tokenizers.train_bpe(chunks, 300)
+    torch.manual_seed(1)
+    config = {"vocab_size": 300, "context": 32, "n_layer": 1, "d_model": 16, "n_head": 2, "d_ff": 24} | changes
+    model = LanguageModel(ModelConfig(**config))
+    with torch.no_grad():
+        model.embedding.weight *= 30  # a model with opinions
+    path.parent.mkdir(parents=True, exist_ok=True)
+    train.save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config), "step": 0,
+                           "train_config": {}, "tokenizer": tokenizer.to_json()}, path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(Path("out/run/ckpt.pt"))
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(*words, stdin=b"") calls sample.py in this process -> (exit code or None, stdout, stderr)."""
+    def call(*words, stdin=b""):
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--device=cpu", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        capsys.readouterr()
+        code = None
+        try:
+            sample.main()
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_text_goes_to_stdout_and_speed_to_stderr(here, run):
+    code, out, err = run("--prompt", "The frog", "--max_new_tokens", "12")
+    assert code is None and out.startswith("The frog") and len(out) > len("The frog\n") and out.endswith("\n")
+    assert err.startswith("[12 tokens, ") and "tokens/s" in err and err.count("\n") == 1
+
+
+def test_greedy_output_is_the_models_argmax(here, run):
+    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = train.load_model(checkpoint).eval(), tokenizers.parse(checkpoint["tokenizer"])
+    x = torch.tensor([tokenizer.encode("The frog")])
+    for _ in range(10):
+        x = torch.cat([x, model(x)[0][:, -1:].argmax(-1)], dim=1)
+    _, out, _ = run("--prompt=The frog", "--max_new_tokens=10", "--temperature=0", "--no_stop")
+    assert out == tokenizer.decode(x[0].tolist()) + "\n"
+    assert run("--prompt=The frog", "--max_new_tokens=10", "--top_k=1", "--no_stop")[1] == out
+
+
+def test_the_same_seed_gives_the_same_text(here, run):
+    words = ["--prompt=The", "--max_new_tokens=20", "--no_stop"]
+    first = run(*words, "--seed=3")[1]
+    assert run(*words, "--seed=3")[1] == first != run(*words, "--seed=4")[1]
+
+
+def test_several_samples_are_independent_and_begin_with_the_prompt(here, run):
+    _, out, err = run("--prompt=The", "--max_new_tokens=20", "--num_samples=3", "--no_stop")
+    samples = out.split("---\n")
+    assert len(samples) == len(set(samples)) == 3 and all(text.startswith("The") for text in samples)
+    assert err.startswith("[60 tokens")
+
+
+def test_prompts_from_files_and_pipes(here, run):
+    words = ["--max_new_tokens=8", "--temperature=0"]
+    expected = run("--prompt=Der Bär", *words)[1]
+    Path("prompt.txt").write_bytes("\ufeffDer Bär\n".encode())
+    assert run("--prompt_file=prompt.txt", *words)[1] == expected
+    assert run(*words, stdin="Der Bär\n".encode())[1] == expected
+
+
+def test_an_empty_prompt_begins_a_document(here, run):
+    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = train.load_model(checkpoint), tokenizers.parse(checkpoint["tokenizer"])
+    first = model(torch.tensor([[tokenizer.end_of_text]]))[0][0, -1].argmax().item()
+    for words in (["--prompt="], []):
+        _, out, _ = run(*words, "--max_new_tokens=1", "--temperature=0", "--no_stop")
+        assert out == tokenizer.decode([first]) + "\n"
+
+
+def test_it_stops_at_the_end_of_text_unless_told_not_to(here, run):
+    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    weight = checkpoint["model"]["embedding.weight"]
+    weight.zero_()[:, 0] = 1.0
+    weight[tokenizers.parse(checkpoint["tokenizer"]).end_of_text, 0] = 9.0  # always the likeliest
+    train.save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
+    words = ["--prompt=The", "--max_new_tokens=9", "--temperature=0"]
+    _, out, err = run(*words)
+    assert out == "The\n" and err.startswith("[1 tokens")
+    _, out, err = run(*words, "--no_stop")
+    assert out.count("<|endoftext|>") == 9 and err.startswith("[9 tokens")
+
+
+def test_long_prompts_are_cut_with_a_notice_and_long_stories_go_on(here, run):
+    code, out, err = run("--prompt", "The frog saw a ball. " * 30, "--max_new_tokens=100", "--no_stop")
+    assert code is None and out.startswith("The frog saw a ball. " * 30)
+    assert "last 16 tokens" in err and "[100 tokens" in err
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_drawn(here, run):
+    write_checkpoint(Path("out/run/ckpt.pt"), vocab_size=5000)
+    code, out, err = run("--prompt=The", "--max_new_tokens=200", "--temperature=3", "--no_stop")
+    assert code is None and "[200 tokens" in err
+
+
+def test_the_newest_checkpoint_is_the_default(here, run):
+    write_checkpoint(Path("out/older/ckpt.pt"), d_ff=25)
+    os.utime("out/older/ckpt.pt", (1, 1))
+    words = ["--prompt=The", "--max_new_tokens=20", "--temperature=0"]
+    assert run(*words)[1] == run(*words, "--checkpoint=out/run/ckpt.pt")[1]
+    os.utime("out/older/ckpt.pt")
+    assert run(*words)[1] == run(*words, "--checkpoint=out/older/ckpt.pt")[1]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--checkpoint=nowhere.pt"], "no checkpoint nowhere.pt"), (["--temperature=-1"], "temperature"),
+    (["--temperature=nan"], "temperature"), (["--top_p=0"], "top_p"), (["--top_p=1.5"], "top_p"),
+    (["--top_k=-1"], "top_k"), (["--num_samples=0"], "num_samples"), (["--device=abacus"], "abacus"),
+    (["--dtype=float16"], "dtype"), (["--prompt_file=nowhere.txt"], "nowhere.txt"),
+    (["--prompt_file=latin1.txt"], "not UTF-8"),
+])
+def test_errors_are_one_sentence(here, run, words, message):
+    Path("latin1.txt").write_bytes("Bär".encode("latin-1"))
+    code, out, err = run(*words)
+    assert code.startswith("error: ") and message in code and "\n" not in code and not out
+
+
+def test_without_any_checkpoint_it_says_what_to_do(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    assert "train first" in run("--prompt=x")[0]
+
+
+def test_chat_keeps_the_cache_across_turns(here, run):
+    """The second answer equals that of a model that reads the whole conversation at once."""
+    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    checkpoint["model_config"]["context"] = 400
+    train.save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
+    model, tokenizer = train.load_model(checkpoint), tokenizers.parse(checkpoint["tokenizer"])
+    end, ids, answers = tokenizer.specials["<|end|>"], [], []
+    for text in ("Hi frog", "Who are <|end|> you?"):  # a special token that is typed ends nothing
+        ids += tokenizer.encode("\n") if ids else []
+        ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode("\n"),
+                tokenizer.specials["<|assistant|>"]]
+        answer = []
+        while len(answer) < 10 and (not answer or answer[-1] not in (end, tokenizer.end_of_text)):
+            answer.append(model(torch.tensor([ids + answer]))[0][0, -1].argmax().item())
+        ids += answer if answer[-1] == end else answer + [end]
+        answers.append(tokenizer.decode([i for i in answer if i not in (end, tokenizer.end_of_text)]))
+    code, out, _ = run("--chat", "--max_new_tokens=10", "--temperature=0", stdin=b"Hi frog\nWho are <|end|> you?\n")
+    assert code is None and out == "".join(answer + "\n" for answer in answers)
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error(here):
+    command = [sys.executable, ROOT / "sample.py", "--prompt=The", "--max_new_tokens=3000", "--no_stop"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(5)
+    process.stdout.close()
+    assert b"Error" not in process.stderr.read() and process.wait(60) != 1
+
+
+def test_help_and_misspelt_options_need_no_torch(here):
+    slow = "import sys; sys.modules['torch'] = None; import sample; sample.main()"
+    for word, code in (("--help", 0), ("--temprature=1", 2)):
+        done = subprocess.run([sys.executable, "-c", slow, word], capture_output=True, encoding="utf-8",
+                              env=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert done.returncode == code and "Traceback" not in done.stderr

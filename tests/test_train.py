@@ -1,0 +1,431 @@
+"""The promises of train.py: exact resume, safe checkpoints, honest numbers, plain errors."""
+
+import csv
+import json
+import math
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from model import LanguageModel, ModelConfig
+from train import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--data=small", "--vocab_size=300", "--context=16", "--n_layer=2", "--d_model=16", "--n_head=2",
+         "--d_ff=24", "--batch_size=4", "--device=cpu", "--lr=1e-2", "--sample_tokens=5", "--log_every=2",
+         "--out=run"]
+NAMES = "Lily Tom Mia Ben Anna Max Sara Tim".split()
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A folder with data/small, made by prepare.py from a few hundred sentences."""
+    folder = tmp_path_factory.mktemp("small")
+    sentences = [f"{a} gave {b} a ball, {n} times." for a in NAMES for b in NAMES for n in (1, 2, 3)]
+    (folder / "text.txt").write_text("<|endoftext|>\n".join(sentences), encoding="utf-8")
+    command = [ROOT / "prepare.py", *"--name small --input text.txt --vocab_size 300 --workers 1".split()]
+    subprocess.run([sys.executable, *command], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def here(small_data, tmp_path, monkeypatch):
+    """An empty working directory with its own copy of the data."""
+    shutil.copytree(small_data / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch, *words):
+    """train.py in this process; the exit code, or None."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *words])
+    try:
+        train.main()
+    except SystemExit as exit:
+        return exit.code
+
+
+def start(*words):
+    """train.py as a process of its own, at its work."""
+    return subprocess.Popen([sys.executable, ROOT / "train.py", *SMALL, *words], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, encoding="utf-8")
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def load(path="out/run/ckpt.pt"):
+    return train.load_checkpoint(Path(path))
+
+
+def log_rows(path="out/run/log.csv"):
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_state(a, b):
+    for name in a["model"]:
+        assert torch.equal(a["model"][name], b["model"][name]), name
+    for i, state in a["optimizer"]["state"].items():
+        assert all(torch.equal(state[key], b["optimizer"]["state"][i][key]) for key in state)
+
+
+# --------------------------------------------------------------------------------------- schedule, optimizer
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 10, 1000])
+@pytest.mark.parametrize("warmup", [0.0, 0.001, 0.05, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("min_lr", [0.0, 1e-4, 1e-3])
+def test_learning_rate_is_finite_and_never_zero(max_steps, warmup, min_lr):
+    config = TrainConfig(max_steps=max_steps, warmup=warmup, lr=1e-3, min_lr=min_lr)
+    rates = [train.learning_rate(step, config) for step in range(max_steps)]
+    assert all(0 < rate <= 1e-3 for rate in rates)
+    top = rates.index(max(rates))
+    assert rates[:top] == sorted(rates[:top]) and rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_learning_rate_is_warm_up_then_cosine():
+    config = TrainConfig(max_steps=1000, warmup=0.1, lr=1.0, min_lr=0.0)
+    assert train.learning_rate(0, config) == pytest.approx(0.01)
+    assert train.learning_rate(49, config) == pytest.approx(0.5)
+    assert train.learning_rate(99, config) == train.learning_rate(100, config) == pytest.approx(1.0)
+    assert train.learning_rate(550, config) == pytest.approx(0.5)
+    assert train.learning_rate(999, config) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("settings, word", [
+    ({"warmup": 1.5}, "warmup"), ({"lr": 0.0}, "lr"), ({"min_lr": 1.0}, "min_lr"),
+    ({"beta2": 1.0}, "beta2"),
+    ({"batch_size": 6, "grad_accum": 4}, "grad_accum"), ({"grad_accum": 0}, "grad_accum"),
+    ({"max_steps": -1}, "max_steps"), ({"eval_every": 0}, "eval_every"), ({"compile": "maybe"}, "compile"), ({"seed": -1}, "seed"),
+    ({"resume": True, "init_from": "x"}, "exclude"),
+])
+def test_impossible_settings_are_refused(settings, word):
+    with pytest.raises(ValueError, match=word):
+        TrainConfig(**settings)
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model = LanguageModel(ModelConfig(vocab_size=50, n_layer=2, d_model=16, n_head=2, d_ff=24))
+    decayed, plain = train.make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    ids = [id(p) for group in (decayed, plain) for p in group["params"]]
+    assert sorted(ids) == sorted(id(p) for p in model.parameters()) and len(set(ids)) == len(ids)
+    assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
+    assert plain["weight_decay"] == 0.0 and all(p.dim() == 1 for p in plain["params"])
+    assert any(p is model.embedding.weight for p in decayed["params"])
+
+
+# --------------------------------------------------------------------------------------------------- batches
+
+
+def test_batches_depend_on_seed_and_step_alone_and_reach_the_last_token():
+    ids, config = np.arange(30, dtype="<u2"), TrainConfig(batch_size=64, seed=3)
+    x, y = train.get_batch(ids, 5, config, 8)
+    assert x.shape == y.shape == (64, 8) and torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(train.get_batch(ids, 5, config, 8)[0], x)
+    assert not torch.equal(train.get_batch(ids, 6, config, 8)[0], x)
+    assert not torch.equal(train.get_batch(ids, 5, TrainConfig(batch_size=64, seed=4), 8)[0], x)
+    assert x.min() == 0 and y.max() == 29
+    assert torch.equal(train.get_batch(ids[:9], 0, config, 8)[1][0], torch.arange(1, 9))  # exactly one window
+
+
+def test_evaluation_predicts_every_token_once(small_data, monkeypatch):
+    monkeypatch.chdir(small_data)
+    config = ModelConfig(vocab_size=300, context=16, n_layer=1, d_model=16, n_head=2, d_ff=24)
+    (_, ids), tokenizer, meta = train.open_data("small", config)
+    model, off = LanguageModel(config), torch.autocast("cpu", enabled=False)
+    stream = torch.tensor([tokenizer.end_of_text, *ids.tolist()])
+    nats = 0.0
+    for i in range(len(ids)):  # one token at a time, each with what its window holds before it
+        logits, _ = model(stream[None, i // 16 * 16: i + 1])
+        nats -= logits[0, -1].log_softmax(-1)[stream[i + 1]].item()
+    assert len(ids) % 16 != 0, "the test should have a last, shorter window"
+    for batch_size in (1, 3, 1000):
+        loss, bits = train.evaluate(model, ids, tokenizer, batch_size, off)
+        assert loss == pytest.approx(nats / len(ids), rel=1e-5)
+        assert bits == pytest.approx(nats / math.log(2) / meta["val"]["bytes"], rel=1e-5)
+    assert train.evaluate(model, ids, tokenizer, 4, off) == train.evaluate(model, ids, tokenizer, 4, off)
+
+
+def test_accumulated_gradients_are_those_of_the_full_batch(here, monkeypatch):
+    for parts in (1, 2, 4):
+        assert run(monkeypatch, "--max_steps=3", f"--grad_accum={parts}", f"--out=parts{parts}") is None
+    whole, *others = (load(f"out/parts{n}/ckpt.pt")["model"] for n in (1, 2, 4))
+    for other in others:
+        assert all(torch.allclose(whole[name], other[name], atol=1e-5) for name in whole)
+
+
+# -------------------------------------------------------------------------------------------- runs, resuming
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_exactly_so_many_steps(here, monkeypatch, steps):
+    assert run(monkeypatch, f"--max_steps={steps}") is None
+    assert load()["step"] == steps
+    assert [int(row["step"]) for row in log_rows()] == [s for s in range(steps + 1) if s in (0, 2, steps)]
+    moments = load()["optimizer"]["state"]
+    assert (not moments) if steps == 0 else all(state["step"].item() == steps for state in moments.values())
+
+
+def test_resume_is_exact_to_the_last_bit(here, monkeypatch):
+    """20 steps = 10 + 10, with an evaluation (and its sample) before, at and after the break."""
+    words = ["--max_steps=20", "--eval_every=5"]
+    assert run(monkeypatch, *words) is None
+    whole, whole_best, whole_log = load(), load("out/run/best.pt"), log_rows()
+    save = train.save_checkpoint
+
+    def save_and_die(checkpoint, path):
+        save(checkpoint, path)
+        if checkpoint["step"] == 10 and path.name == "ckpt.pt":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "save_checkpoint", save_and_die)
+    assert run(monkeypatch, *words, "--out=broken") == 130
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    assert load("out/broken/ckpt.pt")["step"] == 10
+    assert run(monkeypatch, *words, "--out=broken", "--resume") is None
+    assert_same_state(whole, load("out/broken/ckpt.pt"))
+    assert_same_state(whole_best, load("out/broken/best.pt"))
+
+    def comparable(rows):  # all but the speed, and row 10: it died before that was written
+        return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in rows if r["step"] != "10"]
+
+    assert comparable(log_rows("out/broken/log.csv")) == comparable(whole_log)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_exactly(here, monkeypatch, number):
+    words = ["--max_steps=300", "--eval_every=1000"]
+    process = start(*words)
+    wait_for(lambda: Path("out/run/log.csv").exists() and len(log_rows()) > 3)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "out/run/ckpt.pt" in out and "--resume" in out
+    assert "Traceback" not in err
+    step = load()["step"]
+    assert 0 < step < 300
+    assert run(monkeypatch, *words, "--resume") is None
+    assert run(monkeypatch, *words, "--out=whole") is None
+    assert_same_state(load("out/whole/ckpt.pt"), load())
+    steps = [int(row["step"]) for row in log_rows()]
+    assert steps == sorted(set(steps)) and step in steps
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(here):
+    often = ["--max_steps=100000", "--eval_every=1", "--eval_tokens=16", "--sample_tokens=0"]
+    processes = {f"out/k{i}": start(*often, f"--out=k{i}") for i in range(2)}
+    for wait, (folder, process) in enumerate(processes.items()):
+        wait_for(Path(folder, "ckpt.pt").exists)
+        time.sleep(0.07 * wait)
+        process.kill()
+        process.communicate()
+        train.load_model(load(folder + "/ckpt.pt"))
+        train.load_model(load(folder + "/best.pt"))
+
+
+def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
+    for steps in (1, 2, 3):
+        assert run(monkeypatch, f"--max_steps={steps}") is None
+    assert [load(f"out/{name}/ckpt.pt")["step"] for name in ("run.1", "run.2", "run")] == [1, 2, 3]
+    assert "out/run.2" in capsys.readouterr().out.replace("\\", "/")
+
+
+def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=3") is None
+    assert run(monkeypatch, "--max_steps=0", "--init_from=out/run/ckpt.pt", "--out=second") is None
+    second = load("out/second/ckpt.pt")
+    assert second["step"] == 0 and not second["optimizer"]["state"]
+    assert all(torch.equal(second["model"][k], v) for k, v in load()["model"].items())
+    assert "n_layer" in run(monkeypatch, "--init_from=out/run/ckpt.pt", "--n_layer=3")
+    assert "no checkpoint nowhere.pt" in run(monkeypatch, "--init_from=nowhere.pt")
+
+
+def test_resume_says_what_changed_and_refuses_another_model(here, monkeypatch, capsys):
+    assert "no checkpoint" in run(monkeypatch, "--resume")
+    assert run(monkeypatch, "--max_steps=2") is None
+    assert "d_ff" in run(monkeypatch, "--resume", "--d_ff=32")
+    assert "2 steps already" in run(monkeypatch, "--resume", "--max_steps=1")
+    capsys.readouterr()
+    assert run(monkeypatch, "--resume", "--max_steps=4", "--lr=0.005") is None
+    assert "max_steps=4" in (out := capsys.readouterr().out) and "lr=0.005" in out
+    assert load()["step"] == 4
+
+
+def test_a_nan_stops_the_run_and_replaces_nothing(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=4") is None
+    good = Path("out/run/ckpt.pt").read_bytes()
+    code = run(monkeypatch, "--max_steps=60", "--eval_every=1000", "--resume", "--lr=1e38", "--warmup=0")
+    assert "after 5 steps" in code and "lower lr" in code
+    monkeypatch.setattr(train, "evaluate", lambda *_: (math.nan, math.nan))
+    assert "validation loss is nan after 6 steps" in run(monkeypatch, "--max_steps=6", "--resume")
+    bad = load()
+    bad["model"]["norm.gain"][3] = math.inf
+    with pytest.raises(ValueError, match="not written"):
+        train.save_checkpoint(bad, Path("out/run/ckpt.pt"))
+    assert Path("out/run/ckpt.pt").read_bytes() == good
+    assert sorted(p.name for p in Path("out/run").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
+
+
+def test_the_log_has_what_the_readme_says(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=6", "--eval_every=3") is None
+    rows = log_rows()
+    assert list(rows[0]) == train.LOG_COLUMNS
+    assert [int(row["step"]) for row in rows] == [0, 2, 3, 4, 6]
+    assert [bool(row["val_loss"]) for row in rows] == [True, False, True, False, True]
+    assert all(int(row["tokens"]) == int(row["step"]) * 4 * 16 for row in rows)
+    assert all(float(row["train_loss"]) > 0 and float(row["tokens_per_second"]) > 0 for row in rows[1:])
+    assert float(rows[0]["val_loss"]) == pytest.approx(math.log(300), abs=0.1)
+    assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
+
+
+def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
+    assert run(monkeypatch, "--max_steps=0") is None
+    out = capsys.readouterr().out
+    for words in ("ln 300 = 5.704", "mixer.gate", "float32", "4 x 16 = 64 tokens", "per byte", "4,096 bytes"):
+        assert words in out, words
+
+
+def test_bfloat16_and_checkpointing_run_on_cpu(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=4", "--dtype=bfloat16", "--gradient_checkpointing") is None
+    assert all(w.dtype == torch.float32 for w in load()["model"].values())
+
+
+def test_a_failing_compiler_is_a_warning(here, monkeypatch, capsys):
+    def fail(model):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    assert run(monkeypatch, "--max_steps=2", "--compile=on") is None
+    assert "no compiler here" in capsys.readouterr().err
+    assert run(monkeypatch, "--max_steps=2", "--out=plain") is None
+    assert_same_state(load(), load("out/plain/ckpt.pt"))
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_are_plain_and_self_contained(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=1") is None
+    checkpoint = torch.load("out/run/ckpt.pt", weights_only=True)
+
+    def leaves(x):
+        if isinstance(x, dict):
+            return [leaf for key, value in x.items() for leaf in (key, *leaves(value))]
+        return [leaf for value in x for leaf in leaves(value)] if isinstance(x, (list, tuple)) else [x]
+
+    assert {type(x) for x in leaves(checkpoint)} <= {torch.Tensor, int, float, str, bool, type(None)}
+    assert checkpoint["tokenizer"] == Path("data/small/tokenizer.json").read_text(encoding="utf-8")
+    assert set(checkpoint["model"]) == set(train.load_model(checkpoint).state_dict())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
+def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(here, monkeypatch):
+    """A limit on the size of files stands in for the full disk: the same error, from the same call."""
+    assert run(monkeypatch, "--max_steps=2") is None
+    before = Path("out/run/ckpt.pt").read_bytes()
+    limited = ("import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
+               "sys.argv = sys.argv[1:]; sys.path.insert(0, sys.argv[1]); del sys.argv[1]; "
+               "runpy.run_path(sys.argv[0], run_name='__main__')")
+    words = [ROOT / "train.py", ROOT, *SMALL, "--resume", "--max_steps=4"]
+    done = subprocess.run([sys.executable, "-c", limited, *words], capture_output=True, encoding="utf-8")
+    assert done.returncode == 1 and "error: cannot write" in done.stderr and "Traceback" not in done.stderr
+    assert Path("out/run/ckpt.pt").read_bytes() == before
+    assert sorted(p.name for p in Path("out/run").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
+
+
+def test_files_that_are_no_checkpoints_are_refused_and_run_nothing(here, monkeypatch):
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (Path("owned"),)
+
+    assert run(monkeypatch, "--max_steps=0") is None
+    whole = Path("out/run/ckpt.pt").read_bytes()
+    Path("cut.pt").write_bytes(whole[: len(whole) // 2])
+    Path("empty.pt").write_bytes(b"")
+    Path("noise.pt").write_bytes(bytes(range(256)) * 9)
+    Path("evil.pt").write_bytes(pickle.dumps(Evil()))
+    torch.save({"model": Evil()}, "evil2.pt")
+    torch.save({"model": {}}, "other.pt")
+    torch.save([1, 2], "list.pt")
+    for name in ("cut", "empty", "noise", "evil", "evil2", "other", "list"):
+        with pytest.raises(ValueError, match=f"{name}.pt"):
+            load(f"{name}.pt")
+    with pytest.raises(ValueError, match="cannot read"):
+        load("data")
+    assert not Path("owned").exists()
+
+
+def test_a_checkpoint_of_another_model_file_is_refused(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=0") is None
+    for spoil in (lambda c: c["model_config"].update(wings=2), lambda c: c["model"].pop("norm.gain"),
+                  lambda c: c["model_config"].update(n_layer=7)):
+        checkpoint = load()
+        spoil(checkpoint)
+        with pytest.raises(ValueError):
+            train.load_model(checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------------ data
+
+
+def test_data_that_does_not_match_is_refused(here, monkeypatch):
+    folder = Path("data/small")
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    assert "no data in" in run(monkeypatch, "--data=nowhere")
+    assert "vocab_size=299" in run(monkeypatch, "--vocab_size=299")
+    needed = meta["train"]["tokens"] + 1
+    assert f"at least {needed} are needed" in run(monkeypatch, f"--context={needed - 1}")
+    val = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(val[:-2])
+    assert "val.bin" in run(monkeypatch)
+    (folder / "val.bin").write_bytes(val)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
+    assert "tokenizer.json" in run(monkeypatch)
+    (folder / "meta.json").write_text("{}", encoding="utf-8")
+    assert "damaged" in run(monkeypatch)
+    assert not Path("out").exists()
+
+
+def test_a_user_error_is_one_line_and_exit_code_1(here, monkeypatch):
+    for process in [start("--max_step=3"), start("--data=nowhere")]:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert "device" in run(monkeypatch, "--device=abacus") and "dtype" in run(monkeypatch, "--dtype=float16")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("device, dtype, message", [
+    ("abacus", "auto", "unknown"), ("cpu", "float16", "float32, bfloat16"), ("cpu", "float8", "choices"),
+])
+def test_devices_that_do_not_exist_are_refused(device, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        train.choose_device(device, dtype)
+    assert train.choose_device("cpu", "auto") == (torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("capability, expected", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_precision_follows_the_gpu(monkeypatch, capability, expected):
+    """Free cloud GPUs (7.5) have no bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert train.choose_device("auto", "auto") == (torch.device("cuda"), expected)
+    if expected is torch.float16:
+        with pytest.raises(ValueError, match="bfloat16"):
+            train.choose_device("cuda", "bfloat16")

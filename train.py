@@ -1,0 +1,513 @@
+"""
+Train a language model: one device, one plain loop, exact resume.
+
+    python train.py config/tiny.py                      the embedded storybook, minutes on a CPU
+    python train.py config/nano.py --batch_size=16      any field by name; --help lists them all
+    python train.py config/tiny.py --resume             go on after Ctrl-C, a crash or a kill
+
+Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
+batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
+resumed ends, on a CPU, with the same weights to the last bit as one that was not.
+"""
+
+import contextlib
+import csv
+import hashlib
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import config as settings
+import tokenizer as tokenizers
+from model import LanguageModel, ModelConfig
+
+LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
+               "tokens_per_second"]
+
+
+@dataclass
+class TrainConfig:
+    """How to train. Every field is also an option."""
+
+    data: str = "tinystories"  # folder under data/, made by prepare.py
+    out: str = ""  # folder under out/; empty: the name of the config file
+    resume: bool = False  # go on from out/<run>/ckpt.pt
+    init_from: str = ""  # start a new run from the weights of this checkpoint
+    seed: int = 1337  # of the initial weights and of the batches
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
+    compile: str = "auto"  # torch.compile: auto (on CUDA only), on, off
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
+    max_steps: int = 20000  # optimizer steps in all
+    batch_size: int = 32  # windows of `context` tokens in a step
+    grad_accum: int = 1  # read the batch in this many parts: less memory, the same step
+    lr: float = 3e-4  # peak learning rate
+    min_lr: float = 0.0  # where the cosine ends
+    warmup: float = 0.05  # share of max_steps in which the learning rate rises
+    weight_decay: float = 0.1  # on matrices and embeddings; never on gains and biases
+    beta1: float = 0.9  # AdamW: decay of the gradient's running mean
+    beta2: float = 0.95  # AdamW: decay of the squared gradient's running mean
+    adam_eps: float = 1e-8  # AdamW: added to the denominator
+    grad_clip: float = 1.0  # largest norm of the gradient
+    eval_every: int = 500  # steps between evaluations; each writes a checkpoint
+    eval_tokens: int = 0  # validate on the first so many tokens of the split; 0: all of it
+    log_every: int = 10  # steps between rows of log.csv
+    sample_tokens: int = 80  # tokens of the sample shown at each evaluation
+
+    def __post_init__(self):
+        wrong = {
+            "max_steps must not be negative": self.max_steps < 0,
+            "batch_size, grad_accum, eval_every and log_every must be at least 1":
+                min(self.batch_size, self.grad_accum, self.eval_every, self.log_every) < 1,
+            "grad_accum must divide batch_size": self.batch_size % max(1, self.grad_accum) != 0,
+            "lr must be above 0": not self.lr > 0,
+            "min_lr must lie between 0 and lr": not 0 <= self.min_lr <= self.lr,
+            "warmup is a share of max_steps, between 0 and 1": not 0 <= self.warmup <= 1,
+            "beta1 and beta2 must lie in [0, 1)": not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1),
+            "grad_clip and adam_eps must be above 0": not (self.grad_clip > 0 and self.adam_eps > 0),
+            "weight_decay, eval_tokens and sample_tokens must not be negative":
+                min(self.weight_decay, self.eval_tokens, self.sample_tokens) < 0,
+            "seed must not be negative": self.seed < 0,
+            "compile is one of auto, on, off": self.compile not in ("auto", "on", "off"),
+            "resume and init_from exclude each other": self.resume and bool(self.init_from),
+        }
+        for sentence, is_so in wrong.items():
+            if is_so:
+                raise ValueError(sentence + ".")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Device and precision
+
+
+def choose_device(device, dtype):
+    """Names from the command line -> (torch.device, torch.dtype to compute in), or ValueError.
+
+    auto: CUDA, else Apple's MPS, else CPU; then bfloat16 where the GPU has it (compute capability 8.0),
+    float16 on an older one, float32 everywhere else.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        device = next(name for name in present if present[name])
+    kind = device.split(":")[0]
+    if kind not in present:
+        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.")
+    if not present[kind]:
+        raise ValueError(f"this machine has no {kind} device that PyTorch can use; try device=cpu.")
+    new_gpu = kind == "cuda" and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
+    if dtype == "auto":
+        dtype = "float32" if kind != "cuda" else "bfloat16" if new_gpu else "float16"
+    allowed = ["float32"] + ["bfloat16"] * (kind == "cpu" or new_gpu) + ["float16"] * (kind == "cuda")
+    if dtype not in allowed:
+        raise ValueError(f"dtype={dtype!r} is not for this {kind} device; choices: {', '.join(allowed)}.")
+    return torch.device(device), getattr(torch, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Data
+
+
+def open_data(name, model_config):
+    """data/<name>/ -> ([train ids, val ids], tokenizer, meta), all checked against each other.
+
+    The ids are uint16 arrays that stay on disk: a batch reads its windows only. meta is meta.json, with the
+    text of tokenizer.json as meta["tokenizer"].
+    """
+    folder = Path("data") / name
+    if name == "storybook" and not folder.exists():
+        import prepare
+
+        prepare.storybook(vocab_size=model_config.vocab_size)
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        text = (folder / "tokenizer.json").read_bytes()
+        sizes = {split: meta[split]["tokens"] for split in ("train", "val")}
+        found = {split: (folder / f"{split}.bin").stat().st_size for split in sizes}
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"there is no data in {folder}: python prepare.py --name {name} makes it "
+                         f"(see python prepare.py --help).") from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{folder}/meta.json is damaged: remove {folder} and make it anew.") from None
+    if hashlib.sha256(text).hexdigest() != meta["tokenizer_sha256"]:
+        raise ValueError(f"{folder}/tokenizer.json is not the one that the data was made with.")
+    for split, tokens in sizes.items():
+        if found[split] != 2 * tokens:
+            raise ValueError(f"{folder}/{split}.bin has {found[split]} bytes; meta.json says 2 x {tokens}.")
+    meta["tokenizer"] = text.decode("utf-8")
+    tokenizer = tokenizers.parse(meta["tokenizer"])
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
+                         f"vocab_size={model_config.vocab_size}.")
+    needed = {"train": model_config.context + 1, "val": 1}
+    for split, tokens in sizes.items():
+        if tokens < needed[split]:
+            raise ValueError(f"{folder}/{split}.bin has {tokens} tokens, but at least {needed[split]} are "
+                             f"needed with context={model_config.context}.")
+    return [np.memmap(folder / f"{s}.bin", dtype="<u2", mode="r") for s in sizes], tokenizer, meta
+
+
+def get_batch(ids, step, config, context):
+    """The windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context) each."""
+    rng = np.random.default_rng([config.seed, step])
+    starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
+    windows = torch.from_numpy(np.stack([ids[s : s + context + 1] for s in starts]).astype(np.int64))
+    return windows[:, :-1], windows[:, 1:]
+
+
+def validation_batches(ids, end_of_text, context, batch_size):
+    """Yields (inputs, targets): each token of `ids` is a target once, the first one after an end-of-text."""
+    stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
+    inputs, targets = stream[:-1], stream[1:]
+    whole = len(ids) // context * context  # tokens in full windows; the last, shorter one goes alone
+    yield from zip(*(part[:whole].view(-1, context).split(batch_size) for part in (inputs, targets)))
+    if whole < len(ids):
+        yield inputs[None, whole:], targets[None, whole:]
+
+
+@torch.no_grad()
+def evaluate(model, ids, tokenizer, batch_size, autocast):
+    """Loss on all of `ids`, the same every time: (nats per token, bits per byte of text)."""
+    n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
+    n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
+    device = next(model.parameters()).device
+    nats = 0.0
+    model.eval()
+    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size):
+        with autocast:
+            nats += model(x.to(device), y.to(device))[1].item() * y.numel()
+    model.train()
+    return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Optimizer
+
+
+def learning_rate(step, config):
+    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
+
+    Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
+    min_lr. Never 0 before the end, whatever the settings.
+    """
+    warm = config.warmup * config.max_steps
+    if step + 1 < warm:
+        return config.lr * (step + 1) / warm
+    progress = max(0.0, step - warm) / max(1.0, config.max_steps - warm)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizer(model, config):
+    """AdamW, with weight decay on matrices and embeddings only. The tied matrix is one of them, once."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay},
+              {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps,
+                             fused=True)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Checkpoints: plain tensors, numbers, strings and dicts, so that loading one can run no code
+
+
+def save_checkpoint(checkpoint, path):
+    """Write beside `path`, flush to disk, rename: whatever happens, `path` is the old file or the new one."""
+    if not all(torch.isfinite(w).all() for w in checkpoint["model"].values()):
+        raise ValueError(f"the weights are no longer finite: {path} was not written.")
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # a full disk is either, from Python or from PyTorch's writer
+        raise OSError(f"cannot write {path}: {error}".splitlines()[0]) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path):
+    """Read a checkpoint onto the CPU, or ValueError in a sentence. Runs no code from the file."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"format", "model", "model_config", "train_config", "step", "tokenizer"} - set(checkpoint)
+    except FileNotFoundError:
+        raise ValueError(f"there is no checkpoint {path}.") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError):
+        raise ValueError(f"cannot read {path}: it is damaged, or no checkpoint of this project.") from None
+    if missing or checkpoint["format"] != 1:
+        raise ValueError(f"{path} is not a checkpoint of this project.")
+    return checkpoint
+
+
+def load_model(checkpoint):
+    """The model of a checkpoint, float32, on the CPU."""
+    try:
+        model = LanguageModel(ModelConfig(**checkpoint["model_config"]))
+        model.load_state_dict(checkpoint["model"])
+    except (TypeError, RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the checkpoint does not fit this model.py: {reason}.") from None
+    return model
+
+
+def check_same(what, old, new):
+    """ValueError, naming the first field, if two configs (dicts) differ."""
+    for name in new:
+        if old.get(name) != new[name]:
+            raise ValueError(f"{what} has {name}={old.get(name)!r}, this run {new[name]!r}.")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The run
+
+
+def train(config, model_config):
+    """Set up, then loop: see how far the steps so far have brought us, then do one more."""
+    device, dtype = choose_device(config.device, config.dtype)
+    (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
+    val_ids = val_ids[: config.eval_tokens or None]
+    folder = Path("out") / config.out
+    path, best_path = folder / "ckpt.pt", folder / "best.pt"
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
+
+    torch.manual_seed(config.seed)
+    model = LanguageModel(model_config)
+    source = path if config.resume else config.init_from
+    if source:
+        old = load_checkpoint(source)
+        check_same(source, old["model_config"], asdict(model_config))
+        if old["tokenizer"] != meta["tokenizer"]:
+            raise ValueError(f"{source} was trained with another tokenizer than that of data/{config.data}.")
+        model = load_model(old)
+    model.to(device).gradient_checkpointing = config.gradient_checkpointing
+    optimizer = make_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    start, best = 0, math.inf
+    if config.resume:
+        start, best = old["step"], old["best_val_loss"]
+        optimizer.load_state_dict(old["optimizer"])
+        scaler.load_state_dict(old["scaler"])
+        check_resume(config, old, path)
+    else:
+        keep_earlier_run(folder)
+    describe(config, model, meta, device, dtype, len(val_ids))
+    first_batch = get_batch(train_ids, start, config, model_config.context)
+    forward = compile_model(model, config, device, autocast, first_batch)
+
+    def save(target):
+        save_checkpoint({
+            "format": 1, "step": step, "best_val_loss": best, "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+            "model_config": asdict(model_config), "train_config": asdict(config),
+            "tokenizer": meta["tokenizer"],
+        }, target)
+
+    per_step = config.batch_size * model_config.context  # tokens
+    losses, norm, clock = [], None, time.perf_counter()  # since the last row of the log
+    with interruptible() as stop, open_log(folder / "log.csv", start) as log, \
+            tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True) as bar:
+        for step in range(start, config.max_steps + 1):
+            # So far `step` steps are done.
+            end = stop or step == config.max_steps
+            row = {"step": step, "tokens": step * per_step}
+            if losses:
+                speed = len(losses) * per_step / (time.perf_counter() - clock)
+                row |= {"lr": rate, "train_loss": sum(losses) / len(losses), "grad_norm": norm,
+                        "tokens_per_second": speed}
+            if (step % config.eval_every == 0 or step == config.max_steps) and (losses or step == 0):
+                rows_at_once = config.batch_size // config.grad_accum
+                loss, bits = evaluate(model, val_ids, tokenizer, rows_at_once, autocast)
+                check_finite(step, validation_loss=loss)
+                row |= {"val_loss": loss, "bits_per_byte": bits}
+                if loss < best:
+                    best = loss
+                    save(best_path)
+                save(path)
+                tqdm.write(report(row, meta, len(val_ids)))
+                tqdm.write(show_sample(model, tokenizer, config) + "\n")
+            elif stop:
+                save(path)
+            if "val_loss" in row or (losses and (end or step % config.log_every == 0)):
+                log.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
+                losses, clock = [], time.perf_counter()
+            if end:
+                break
+
+            rate = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            losses.append(0.0)
+            x, y = get_batch(train_ids, step, config, model_config.context)
+            for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
+                with autocast:
+                    _, loss = forward(x_part.to(device), y_part.to(device))
+                scaler.scale(loss / config.grad_accum).backward()
+                losses[-1] += loss.item() / config.grad_accum
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
+            # float16 gradients overflow now and then: the scaler then skips the step and lowers its scale
+            check_finite(step, loss=losses[-1], gradient_norm=0.0 if scaler.is_enabled() else norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            bar.update()
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", lr=f"{rate:.1e}",
+                            tok_s=f"{len(losses) * per_step / (time.perf_counter() - clock):,.0f}")
+    if stop:
+        print(f"stopped after {step} steps and saved {path}: the same command with --resume goes on.")
+        sys.exit(128 + stop[0])
+    print(f"done. Last state: {path}; best: {best_path}, validation loss {best:.4f}.")
+    print(f'Now try: python sample.py --checkpoint {path} --prompt "Once upon a time"')
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Yields a list that the first Ctrl-C (or SIGTERM) only appends to; a second one acts at once."""
+    stop, before = [], {}
+
+    def note(number, frame):
+        stop.append(number)
+        signal.signal(number, before[number])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_finite(step, **numbers):
+    """ValueError, with advice, if one is not finite. Nothing is saved then: the last checkpoint is good."""
+    for name, x in numbers.items():
+        if not math.isfinite(x):
+            raise ValueError(f"the {name.replace('_', ' ')} is {x} after {step} steps: try a lower lr, a "
+                             "longer warmup or dtype=float32. The last checkpoint is from before, and kept.")
+
+
+def check_resume(config, old, path):
+    """Say what a resumed run goes on with, and what was changed."""
+    if old["step"] > config.max_steps:
+        raise ValueError(f"{path} has {old['step']} steps already, more than max_steps={config.max_steps}.")
+    changed = [f"{name}={x!r}" for name, x in asdict(config).items()
+               if name not in ("resume", "init_from") and old["train_config"].get(name) != x]
+    print(f"resuming {path} after {old['step']} steps" + "; changed: " * bool(changed) + ", ".join(changed))
+
+
+def keep_earlier_run(folder):
+    """A new run never overwrites an old one: an earlier folder of the same name gets a number and stays."""
+    if (folder / "ckpt.pt").exists():
+        n = 1
+        while (kept := folder.with_name(f"{folder.name}.{n}")).exists():
+            n += 1
+        folder.rename(kept)
+        print(f"the earlier run in {folder} is now {kept}")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def compile_model(model, config, device, autocast, batch):
+    """torch.compile where wanted, tried on part of a batch; if that fails, a warning and the plain model."""
+    if config.compile == "off" or (config.compile == "auto" and device.type != "cuda"):
+        return model
+    try:
+        compiled = torch.compile(model)
+        x, y = (part.chunk(config.grad_accum)[0].to(device) for part in batch)
+        with autocast:
+            _, loss = compiled(x, y)
+        loss.backward()
+        return compiled
+    except Exception as error:  # a missing compiler, an old driver: whatever it is, training can go on
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"warning: torch.compile failed ({reason}); going on without.", file=sys.stderr)
+        return model
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def open_log(path, start):
+    """Yields a csv writer on log.csv. Rows that a resumed run is going to write again are dropped first."""
+    rows = []
+    if start and path.exists():
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = [r for r in csv.DictReader(file) if r["step"].isdigit() and int(r["step"]) <= start]
+    with open(path, "w", encoding="utf-8", newline="", buffering=1) as file:  # line by line: can be watched
+        log = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore")
+        log.writeheader()
+        log.writerows(rows)
+        yield log
+
+
+def describe(config, model, meta, device, dtype, n_val):
+    """What is about to happen, before it does."""
+    context, per_step = model.config.context, config.batch_size * model.config.context
+    budget, n_train = model.budget(), meta["train"]["tokens"]
+    n = sum(budget["parameters"].values())
+    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
+    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}")
+    print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
+          f"{config.max_steps:,} steps are {config.max_steps * per_step / n_train:.2f} epochs")
+    print(f"parameters  {n:,}")
+    for name, size in budget["parameters"].items():
+        print(f"    {name:<16}{size:>13,}{size / n:>8.1%}")
+    print(f"decoding    {budget['cache_bytes']:,} bytes of keys and values at {context} tokens and "
+          f"{budget['state_bytes']:,} of running sums; {budget['flops_per_token'] / 1e6:.1f} MFLOP a token")
+    print(f"first loss  about ln {model.config.vocab_size} = {math.log(model.config.vocab_size):.3f}\n")
+
+
+def report(row, meta, n_val):
+    """One line on an evaluation, with the distance from the entropy floor where that is known."""
+    train_loss = f"train {row['train_loss']:.4f}, " if "train_loss" in row else ""
+    loss, floor = row["val_loss"], meta["val"].get("floor_nats_per_token")
+    line = (f"step {row['step']}: {train_loss}val {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
+            f"{row['bits_per_byte']:.4f} bits per byte")
+    if floor is not None and n_val == meta["val"]["tokens"]:
+        line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"
+    return line
+
+
+def show_sample(model, tokenizer, config):
+    """The beginning of a story, as the model tells it now."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
+    idx, ids = torch.tensor([[tokenizer.end_of_text]], device=generator.device), []
+    model.eval()
+    for token in model.generate(idx, config.sample_tokens, 0.8, generator=generator,
+                                n_ids=tokenizer.vocab_size):
+        if token.item() == tokenizer.end_of_text:
+            break
+        ids.append(token.item())
+    model.train()
+    return tokenizer.decode(ids)
+
+
+def main():
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        file, (config, model_config) = settings.load(sys.argv[1:], TrainConfig, ModelConfig)
+        config.out = config.out or (file.stem if file else "nano")
+        train(config, model_config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
