@@ -1,0 +1,517 @@
+"""What tokenizer.py promises, checked against slow, obvious twins: a trainer that recounts all pairs at every
+step, and an encoder that follows the list of merges one by one."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+
+import tokenizer as tok
+from tokenizer import Tokenizer, count_chunks, encode_chat, load, parse, train_bpe
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "don't", "I'LL", "banana", "1234567", "--", "日本語",
+         "👩‍👩‍👧", "été"]
+ODD = ["\u017f", "'\u017f", "'S", "\x1c", "\x1f", "\x85", "\u180e", "\u200d", "\ufeff", "e\u0301",
+       "\u1e9b\u0323", "\r\n", "\n\r", "\n\n", "\t", "   ", "\u00a0", "\u3000", "שלום", "مرحبا", "١٢٣", "Ⅷ",
+       "²³", "ﬁ", "👍🏽", "🇩🇪", "\x00", "\ue000", "<|end|>", "<|", "a", " world", "!!", "…", "Å", "\U0010ffff"]
+
+
+def random_text(rng, length=30):
+    """Words, oddities and white space, with the line breaks and runs that make a split pattern work."""
+    return "".join(rng.choice(WORDS + ODD) + rng.choice([" ", " ", "", "  ", "\n"]) for _ in range(length))
+
+
+def naive_merges(chunks, wanted):
+    """Training as the docstring of train_bpe puts it: count all pairs, take the best, rewrite everything."""
+    rows = [(list(chunk.encode()), count) for chunk, count in chunks.items()]
+    merges = []
+    while len(merges) < wanted:
+        counts = Counter()
+        for row, count in rows:
+            for pair in zip(row, row[1:]):
+                counts[pair] += count
+        if not counts:
+            break
+        best = min(counts, key=lambda pair: (-counts[pair], pair))
+        for row, _ in rows:
+            join(row, best, 256 + len(merges))
+        merges.append(best)
+    return merges
+
+
+def join(row, pair, new):
+    """Replaces, from the left, each `pair` in the list `row` by `new`."""
+    i = 0
+    while i < len(row) - 1:
+        if (row[i], row[i + 1]) == tuple(pair):
+            row[i:i + 2] = [new]
+        i += 1
+
+
+def reference_encode(tokenizer, text):
+    """Split; then apply the merges to each chunk, one after the other, in their order."""
+    ids = []
+    for chunk in regex.findall(tokenizer.pattern, text):
+        row = [tok.BYTE_TO_CHAR[byte] for byte in chunk.encode()]
+        for left, right in tokenizer.merges:
+            if left in row:
+                join(row, (left, right), left + right)
+        ids += [tokenizer.vocab[token] for token in row]
+    return ids
+
+
+def merge_ids(tokenizer):
+    return [(tokenizer.vocab[left], tokenizer.vocab[right]) for left, right in tokenizer.merges]
+
+
+@pytest.fixture(scope="module")
+def small():
+    rng = random.Random(0)
+    return train_bpe(count_chunks(random_text(rng) for _ in range(60)), 600)
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+@pytest.mark.parametrize("alphabet", ["ab", "abc", "aé", "日本", "the cat"])
+def test_training_equals_recounting_at_every_step(alphabet):
+    rng = random.Random(alphabet)
+    for _ in range(12):
+        chunks = Counter()
+        for _ in range(rng.randint(1, 12)):
+            chunks["".join(rng.choice(alphabet) for _ in range(rng.randint(1, 25)))] += rng.randint(1, 4)
+        wanted = len(naive_merges(chunks, 40))
+        assert merge_ids(train_bpe(chunks, 256 + wanted, specials=())) == naive_merges(chunks, 40)
+
+
+def test_runs_of_one_letter_train_like_the_naive_trainer():
+    # a merge in "aaaaa" changes the count of the very pair that is being merged
+    for n in range(2, 40):
+        chunks = Counter({"a" * n: 1, "ba" + "a" * (n // 2): 2})
+        merges = naive_merges(chunks, 99)
+        assert merge_ids(train_bpe(chunks, 256 + len(merges), specials=())) == merges
+
+
+def test_no_two_tokens_are_spelt_alike():
+    rng = random.Random(3)
+    for _ in range(60):
+        chunks = Counter("".join(rng.choice("ab") for _ in range(rng.randint(1, 40))) for _ in range(8))
+        wanted = len(naive_merges(chunks, 80))
+        assert len(train_bpe(chunks, 256 + wanted, specials=()).vocab) == 256 + wanted
+
+
+def test_ties_go_to_the_smallest_ids():
+    tokenizer = train_bpe(Counter(["zx", "by", "ba"]), 259, specials=())
+    assert merge_ids(tokenizer) == [(98, 97), (98, 121), (122, 120)]
+
+
+def test_the_order_of_chunks_and_the_split_into_workers_do_not_matter():
+    rng = random.Random(1)
+    documents = [random_text(rng) for _ in range(40)]
+    whole = count_chunks(documents)
+    parts = count_chunks(documents[25:]) + count_chunks(documents[:25])
+    shuffled = list(whole.items())
+    rng.shuffle(shuffled)
+    texts = {train_bpe(chunks, 420).to_json() for chunks in (whole, parts, Counter(dict(shuffled)))}
+    assert len(texts) == 1
+
+
+def test_the_hash_seed_does_not_matter():
+    code = ("import tokenizer as t, random; r = random.Random(2); "
+            "chunks = t.count_chunks([''.join(r.choice('abcd ') for _ in range(3000))]); "
+            "print(t.train_bpe(chunks, 400).to_json())")
+    run = lambda seed: subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True,
+                                      env={**os.environ, "PYTHONHASHSEED": seed}).stdout
+    assert run("1") == run("2") != b""
+
+
+def test_counts_beyond_32_and_64_bits():
+    # in 32 bits 2**32 + 1 would be less than 2; in 64, 2**64 + 1
+    for huge in (2**32, 2**64):
+        assert merge_ids(train_bpe(Counter({"ab": huge + 1, "cd": 2, "ef": huge + 3}), 258, specials=())) == [
+            (101, 102), (97, 98)]
+
+
+def test_the_vocabulary_has_exactly_the_size_asked_for(capsys):
+    chunks = count_chunks([" ".join(WORDS)])
+    for size in (260, 261, 300):  # pairs that occur only once must do
+        tokenizer = train_bpe(chunks, size)
+        assert tokenizer.vocab_size == size
+        assert tokenizer.specials == {name: size - 4 + i for i, name in enumerate(tok.SPECIALS)}
+        assert tokenizer.end_of_text == size - 4
+        assert [tokenizer.token_bytes(id) for id in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert capsys.readouterr().err == ""
+    rng = random.Random(0)
+    letters = Counter("".join(rng.choice("abcdefgh") for _ in range(6)) for _ in range(300))
+    addition = train_bpe(letters, 512, ("<|endoftext|>", "<|=|>"))
+    assert (addition.specials, len(addition.merges)) == ({"<|endoftext|>": 510, "<|=|>": 511}, 254)
+    with pytest.raises(ValueError, match="at least 260"):
+        train_bpe(chunks, 259)
+
+
+def test_running_out_of_pairs_gives_a_smaller_vocabulary_and_says_so(capsys):
+    tokenizer = train_bpe(Counter({"abc": 1, "de": 5}), 1000)
+    assert tokenizer.vocab_size == 256 + 3 + 4
+    assert capsys.readouterr().err == "The text ran out of pairs: 263 tokens instead of 1000.\n"
+    assert train_bpe(Counter(), 260).encode("hé") == [104, 0xC3, 0xA9]
+
+
+def test_documents_are_cut_whole():
+    assert count_chunks(["a\n\nb", "a\n\nb"]) == {"a": 2, "\n\n": 2, "b": 2}
+    assert count_chunks(["it's\r\n"]) == {"it": 1, "'s": 1, "\r\n": 1}
+
+
+# ----------------------------------------------------------------------------------------- encoding, decoding
+
+def test_ids_equal_the_merges_applied_one_by_one(small):
+    rng = random.Random(5)
+    for _ in range(150):
+        text = random_text(rng, rng.randint(1, 15))
+        assert small.encode(text) == reference_encode(small, text)
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "abc", "ab ", "!a\n"])
+@pytest.mark.parametrize("pattern", [tok.GPT4_PATTERN, tok.GPT2_PATTERN, r"[\s\S]+"])
+def test_ids_of_repetitive_text(alphabet, pattern):
+    rng = random.Random(alphabet)
+    texts = ["".join(rng.choice(alphabet) for _ in range(rng.randint(0, 40))) for _ in range(300)]
+    tokenizer = train_bpe(count_chunks(texts[:60], pattern), 340, pattern=pattern)
+    for text in texts + [letter * n for letter in alphabet for n in range(20)]:
+        assert tokenizer.encode(text) == reference_encode(tokenizer, text)
+
+
+def test_every_token_is_encoded_as_itself():
+    # what makes tiktoken's way of merging and the list of merges one and the same
+    chunks = count_chunks([random_text(random.Random(6), 400)], r"[\s\S]+")
+    tokenizer = train_bpe(chunks, 700, specials=())
+    for token, id in tokenizer.vocab.items():
+        row = list(token)
+        for left, right in tokenizer.merges:
+            join(row, (left, right), left + right)
+        assert row == [token], id
+
+
+def test_round_trips(small):
+    rng = random.Random(7)
+    texts = ["", "\x00", "a\x00b", " ", "👩‍👩‍👧‍👦 ok", *ODD, *(random_text(rng) for _ in range(50))]
+    letters = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    texts += ["".join(rng.choices(letters, k=20)) for _ in range(300)]
+    for text in texts:
+        assert small.decode(small.encode(text)) == text
+    assert small.encode("") == []
+    assert b"".join(small.token_bytes(id) for id in range(256)) == bytes(range(256))
+    assert small.decode(np.array(small.encode("numpy"))) == "numpy"
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(small):
+    assert small.decode(small.encode("a\ud83db")) == "a\ufffdb"
+    assert small.decode(small.encode("\ud83d\ude00")) == "😀"
+    assert count_chunks(["\ud83d"]) == {"\ufffd": 1}
+
+
+def test_a_special_token_in_the_text_is_text_unless_allowed(small):
+    text = "hi<|end|><|endoftext|> <|end"
+    assert not set(small.specials.values()) & set(small.encode(text))
+    end, stop = small.specials["<|end|>"], small.specials["<|endoftext|>"]
+    assert small.encode(text, allow_special=True) == [*small.encode("hi"), end, stop, *small.encode(" <|end")]
+    assert small.decode(small.encode(text)) == small.decode(small.encode(text, allow_special=True)) == text
+
+
+def test_the_longest_special_token_wins():
+    tokenizer = train_bpe(Counter(), 259, ("<a>", "<a><b>", "<b>"))
+    assert tokenizer.encode("<a><b><a>", allow_special=True) == [257, 256]
+
+
+@pytest.mark.parametrize("id", [-1, 600, 10**12])
+def test_an_unknown_id_is_a_plain_error(small, id):
+    for use in (small.token_bytes, lambda id: small.decode([65, id]), tok.StreamDecoder(small).feed):
+        with pytest.raises(ValueError, match=rf"no token {id} .* 600"):
+            use(id)
+
+
+def test_a_special_token_cannot_be_an_ordinary_one_too():
+    # tokenizer.json has one list of names for both
+    for specials in ("ab",), ("a",), ("",), ("x", "x"):
+        with pytest.raises(ValueError):
+            train_bpe(Counter(["ab"]), 257 + len(specials), specials)
+
+
+def test_no_end_of_text():
+    with pytest.raises(ValueError, match="neither <|endoftext|> nor </s>"):
+        train_bpe(Counter(), 256, specials=()).end_of_text
+
+
+@pytest.mark.parametrize("text", [
+    "a" * 10**6, " " * 10**6 + "x", "x" + " " * 10**6, "\n" * 10**6, "\t \n" * 400_000 + "x", "!" * 10**6,
+    "ab" * 500_000, "é" * 500_000, "7" * 10**6], ids=lambda text: ascii(text[:3]))
+@pytest.mark.parametrize("pattern", [tok.GPT4_PATTERN, tok.GPT2_PATTERN])
+def test_long_runs(small, text, pattern):
+    # a million spaces make tiktoken's regex overflow its stack, which is a panic and no Python Exception
+    tokenizer = Tokenizer(small.vocab, small.merges, small.specials, pattern)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert sum(len(chunk) * n for chunk, n in count_chunks([text], pattern).items()) == len(text)
+
+
+def test_only_overlong_white_space_is_cut(monkeypatch):
+    monkeypatch.setattr(tok, "LONGEST_SPACE", 4)
+    monkeypatch.setattr(tok, "_OVERLONG", tok.re.compile(tok._OVERLONG.pattern.replace("100000", "4")))
+    assert list(tok._segments("ab    cd          ef\n\n", False)) == ["ab    cd    ", "    ", "  ef\n\n"]
+    assert list(tok._segments("         ", False)) == ["    ", "    ", " "]
+
+
+def test_stream_decoder(small):
+    text = "a👩‍👩‍👧é日"
+    stream = tok.StreamDecoder(small)
+    fed = [stream.feed(byte) for byte in "é👍".encode()]
+    assert fed == ["", "é", "", "", "", "👍"] and stream.flush() == ""
+    stream = tok.StreamDecoder(small)
+    assert "".join(map(stream.feed, small.encode(text))) == text and stream.flush() == ""
+    assert [stream.feed(0xF0), stream.feed(0x9F), stream.flush()] == ["", "", "\ufffd"]
+    assert small.decode([0xF0, 0x9F]) == "\ufffd"
+    assert stream.feed(65) == "A"  # nothing is left over
+    rng = random.Random(8)
+    for _ in range(200):
+        ids = [rng.randrange(small.vocab_size) for _ in range(30)]
+        assert "".join(map(stream.feed, ids)) + stream.flush() == small.decode(ids)
+
+
+def test_chat(small):
+    ids = encode_chat(small, [("user", "Hi <|end|>"), ("assistant", "Yes"), ("user", "")])
+    assert small.decode(ids) == "<|user|>Hi <|end|><|end|>\n<|assistant|>Yes<|end|>\n<|user|><|end|>"
+    assert ids.count(small.specials["<|end|>"]) == 3  # the one in the user's text is text
+    plain, written = [("user", "U"), ("assistant", "A")], "<|user|>U<|end|>\n<|assistant|>A<|end|>"
+    assert encode_chat(small, plain) == small.encode(written, allow_special=True)
+    assert encode_chat(small, [*plain, ("user", "V"), ("assistant", None)]) == small.encode(
+        written + "\n<|user|>V<|end|>\n<|assistant|>", allow_special=True)  # an open turn, for the model
+    with pytest.raises(ValueError, match="<|system|>"):
+        encode_chat(small, [("system", "x")])
+
+
+def test_nfc():
+    chunks = count_chunks(["cafe\u0301 cafe\u0301"], nfc=True)
+    assert "cafés"[:-1] in chunks
+    tokenizer = parse(train_bpe(chunks, 264, nfc=True, specials=("<|endoftext|>", "<e\u0301>")).to_json())
+    assert tokenizer.nfc and tokenizer.encode("cafe\u0301") == tokenizer.encode("café")
+    mixed = tokenizer.encode("<e\u0301>e\u0301", allow_special=True)
+    assert mixed == [tokenizer.specials["<e\u0301>"], *tokenizer.encode("é")]
+    off = train_bpe(chunks, 264)
+    assert not off.nfc and off.encode("e\u0301") != off.encode("é")
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+def test_save_and_load(small, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    small.save(path)
+    again = load(path)
+    assert os.listdir(tmp_path) == ["tokenizer.json"]  # no temporary file
+    assert path.read_bytes() == again.to_json().encode() == small.to_json().encode()
+    assert path.read_bytes().endswith(b"}\n") and b"\r" not in path.read_bytes()
+    assert (again.vocab_size, again.specials, again.end_of_text) == (600, small.specials, small.end_of_text)
+    text = random_text(random.Random(9), 300)
+    assert again.encode(text, allow_special=True) == small.encode(text, allow_special=True)
+
+
+def test_a_failed_save_leaves_the_old_file(small, tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("old", encoding="utf-8")
+    monkeypatch.setattr(Tokenizer, "to_json", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small.save(path)
+    assert path.read_text(encoding="utf-8") == "old"
+
+
+def published():
+    """The layout of Wiola13M's file: specials first, bytes by their characters, ByteLevel's own split."""
+    order = ["<unk>", "<s>", "</s>", "<pad>", *sorted(tok.BYTE_TO_CHAR)]
+    merges = [["h", "e"], ["Ġ", "t"], ["Ġt", "he"], ["Ċ", "Ċ"]]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": id, "content": name, **flags} for id, name in enumerate(order[:4])]
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
+             "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+             "vocab": {token: id for id, token in enumerate(order + ["".join(merge) for merge in merges])},
+             "merges": merges}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": byte_level, "post_processor": {**byte_level, "add_prefix_space": True},
+            "decoder": byte_level, "model": model}
+
+
+def test_a_published_file():
+    file = published()
+    tokenizer = parse(json.dumps(file))
+    assert (tokenizer.vocab_size, tokenizer.end_of_text, tokenizer.pattern) == (264, 2, tok.GPT2_PATTERN)
+    assert [tokenizer.token_bytes(id) for id in (4, 5, 261, 262)] == [b"!", b'"', b" t", b" the"]
+    assert tokenizer.encode("he the\n\n</s>")[:2] == [260, 262]
+    assert tokenizer.encode("a</s>", allow_special=True) == [tokenizer.vocab["a"], 2]
+    assert parse(tokenizer.to_json()).to_json() == tokenizer.to_json()
+    file["model"]["merges"] = [" ".join(merge) for merge in file["model"]["merges"]]
+    assert parse(json.dumps(file)).merges == tokenizer.merges
+
+
+def test_pre_tokenizers_that_mean_the_same():
+    file = published()
+    bare = {**file["pre_tokenizer"], "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False}
+    for pre, pattern in ((bare, r"[\s\S]+"), ({"type": "Sequence", "pretokenizers": [bare]}, r"[\s\S]+"),
+                         ({"type": "Sequence", "pretokenizers": [split, bare]}, r"\p{N}")):
+        tokenizer = parse(json.dumps({**file, "pre_tokenizer": pre}))
+        assert tokenizer.pattern == pattern
+        assert tokenizer.decode(tokenizer.encode("x the 12 y")) == "x the 12 y"  # what no digit matches stays
+
+
+def change(path, value):
+    """A function that sets file[path[0]][path[1]]... to a value (or deletes it, if the value is `...`)."""
+    def edit(file):
+        *way, last = path
+        for key in way:
+            file = file[key]
+        if value is ...:
+            del file[last]
+        else:
+            file[last] = value
+    return edit
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": r"\s"}, "behavior": "Isolated", "invert": False}
+BARE = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+
+def sequence(*parts):
+    return change(["pre_tokenizer"], {"type": "Sequence", "pretokenizers": parts})
+
+
+BAD = {
+    "wordpiece": change(["model", "type"], "WordPiece"),
+    "no model": change(["model"], ...),
+    "model is a list": change(["model"], []),
+    "no vocab": change(["model", "vocab"], ...),
+    "vocab is a list": change(["model", "vocab"], ["a"]),
+    "no merges": change(["model", "merges"], None),
+    "a byte is missing": change(["model", "vocab", "a"], ...),
+    "gap in the ids": change(["model", "vocab", "ĊĊ"], 999),
+    "negative id": change(["model", "vocab", "<unk>"], -1),
+    "id of a string": change(["model", "vocab", "a"], "65"),
+    "fractional id": change(["added_tokens", 0, "id"], 0.0),
+    "same id twice": change(["model", "vocab", "a"], 9),
+    "special has two ids": change(["added_tokens", 0, "id"], 3),
+    "special without content": change(["added_tokens", 0, "content"], ...),
+    "empty special": change(["added_tokens", 0], {"content": "", "id": 0}),
+    "token without a merge": change(["model", "vocab", "zz"], 264),
+    "merge without a token": change(["model", "merges", 3], ["z", "z"]),
+    "merge of unknown parts": change(["model", "merges", 3], ["", "ĊĊ"]),
+    "merge of three": change(["model", "merges", 3], "Ċ Ċ Ċ"),
+    "merge of one": change(["model", "merges", 3], ["ĊĊ"]),
+    "merge is a number": change(["model", "merges", 3], 7),
+    "merges out of order": lambda file: file["model"]["merges"].reverse(),
+    "parts made too late": lambda file: (file["model"]["vocab"].update({"Ġthe": 261, "Ġt": 262}),
+                                         file["model"]["merges"].insert(1, file["model"]["merges"].pop(2))),
+    "merge twice": change(["model", "merges", 3], ["h", "e"]),
+    "token not in byte-level spelling": change(["model", "vocab", "\n"], 264),
+    "ignore_merges": change(["model", "ignore_merges"], True),
+    "dropout": change(["model", "dropout"], 0.1),
+    "prefix": change(["model", "continuing_subword_prefix"], "##"),
+    "suffix": change(["model", "end_of_word_suffix"], "</w>"),
+    "truncation": change(["truncation"], {"max_length": 5}),
+    "normalizer": change(["normalizer"], {"type": "Lowercase"}),
+    "decoder": change(["decoder"], {"type": "WordPiece"}),
+    "no decoder": change(["decoder"], None),
+    "post-processor": change(["post_processor"], {"type": "TemplateProcessing"}),
+    "no pre-tokenizer": change(["pre_tokenizer"], None),
+    "prefix space": change(["pre_tokenizer", "add_prefix_space"], True),
+    "whitespace": change(["pre_tokenizer"], {"type": "Whitespace"}),
+    "two splits": sequence(SPLIT, SPLIT, BARE),
+    "split twice": sequence(SPLIT, {**BARE, "use_regex": True}),
+    "split that removes": sequence({**SPLIT, "behavior": "Removed"}, BARE),
+    "split by a string": sequence({**SPLIT, "pattern": {"String": " "}}, BARE),
+    "broken regex": sequence({**SPLIT, "pattern": {"Regex": "("}}, BARE),
+    "regex only Python knows": sequence({**SPLIT, "pattern": {"Regex": r"(?r)\s"}}, BARE),
+    "regex of nothing": sequence({**SPLIT, "pattern": {"Regex": "a*"}}, BARE),
+    "special that strips": change(["added_tokens", 1, "lstrip"], True),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_we_cannot_follow_is_refused_in_a_sentence(name):
+    file = published()
+    BAD[name](file)
+    with pytest.raises(ValueError) as error:
+        parse(json.dumps(file))
+    assert type(error.value) is ValueError and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"7", b'{"model": null}', b"\xff\xfe", b"[" * 10**5],
+                         ids=lambda data: ascii(data[:20]))
+def test_a_file_that_is_none_names_itself(tmp_path, data):
+    path = tmp_path / "bad.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="bad.json") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("merges, sound", [
+    (["a b", "b c", "ab c"], True),
+    (["b c", "a b", "ab c"], False),    # in "abc" b and c are joined first
+    (["a b", "b c", "a bc"], False),
+    (["a a", "aa a"], True),
+    (["a a", "a aa"], False),           # in "aaa" the left two are joined
+    (["a a", "aa aa", "aaaa a", "aa aaaa"], False),
+    (["a b", "ab ab", "c ab", "cab ab"], False),
+])
+def test_merges_that_never_apply_are_refused(merges, sound):
+    # tiktoken would use such a token where the list of merges does not: other ids than Hugging Face's
+    vocab = {token: id for id, token in enumerate([*tok.BYTE_TO_CHAR, *(m.replace(" ", "") for m in merges)])}
+    tokenizer = Tokenizer(vocab, [tuple(merge.split()) for merge in merges], {})
+    if sound:
+        text = "abcaabaabbaaaaaaab"
+        assert parse(tokenizer.to_json()).encode(text) == reference_encode(tokenizer, text)
+    else:
+        with pytest.raises(ValueError, match="side by side"):
+            parse(tokenizer.to_json())
+
+
+def test_hugging_face_gives_the_same_ids(small):
+    tokenizers = pytest.importorskip("tokenizers", reason="compares with the tokenizers package")
+    rng = random.Random(10)
+    text = random_text(rng, 2000).replace("<|end|>", "")
+    chunks = count_chunks([text], r"[\s\S]+")  # makes merges that the split must keep from happening
+    ours = [small, parse(json.dumps(published())), train_bpe(chunks, 800), train_bpe(chunks, 800, nfc=True),
+            train_bpe(chunks, 800, pattern=tok.GPT2_PATTERN), train_bpe(chunks, 800, pattern=r"\p{L}+")]
+    for tokenizer in ours:
+        theirs = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        for _ in range(300):
+            text = random_text(rng, rng.randint(1, 12))
+            assert tokenizer.encode(text, allow_special=True) == theirs.encode(text).ids, text
+        assert parse(theirs.to_str()).to_json() == tokenizer.to_json()
+
+
+# ----------------------------------------------------------------------------------------------- command line
+
+def run_cli(*arguments):
+    return subprocess.run([sys.executable, ROOT / "tokenizer.py", *arguments],
+                          capture_output=True, encoding="utf-8")
+
+
+def test_command_line(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_bpe(count_chunks(["hello hello hello"]), 268).save(path)
+    done = run_cli(path, "hello\né")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["hello|\\n|\\xc3|\\xa9", "259 10 195 169",
+                                        "4 tokens, 2.00 bytes per token"]
+    assert run_cli(path, "").returncode == 0
+
+
+def test_command_line_errors_are_one_line(tmp_path):
+    (tmp_path / "broken.json").write_text("{}", encoding="utf-8")
+    for path in (tmp_path / "broken.json", tmp_path / "missing.json"):
+        done = run_cli(path, "x")
+        assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,337 @@
+"""Byte-level BPE in one file: train it, encode with it (through tiktoken), stream text back out, save it.
+
+    text --normalise--> text --split--> chunks --UTF-8--> bytes --merge--> token ids
+
+`count_chunks` counts the chunks of whole documents ("Once", " upon", " a"), `train_bpe` joins the most
+frequent pair of neighbouring tokens into a new one, again and again, and the `Tokenizer` it returns encodes,
+decodes and saves itself as a Hugging Face tokenizer.json, which means the same ids there. `load` reads such
+files, ours and published ones. `python tokenizer.py TOKENIZER "text"` shows the pieces. Ids of a tokenizer
+trained here: the bytes 0..255, the merges in the order they were learned, the special tokens.
+"""
+
+import argparse
+import codecs
+import heapq
+import json
+import os
+import re
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+
+import regex
+import tiktoken
+from tqdm import tqdm
+
+# Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
+# (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
+# Face's engine reads otherwise. One thing stays: Python's `regex`, used in training only, may know a newer
+# Unicode and take for a letter what the others do not.
+GPT4_PATTERN = (r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPECIALS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+# How tokenizer.json, and with it `Tokenizer`, spells bytes: a printable Latin-1 character stands for itself,
+# the 68 other bytes take the characters from U+0100 on. A space is "Ġ", a line break "Ċ".
+_OTHERS = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+BYTE_TO_CHAR = [chr(256 + _OTHERS.index(byte) if byte in _OTHERS else byte) for byte in range(256)]
+CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
+
+# A run of white space costs tiktoken's regex a stack entry per character, and it panics at a million. So such
+# runs are cut every LONGEST_SPACE characters before anything else, in training as in use.
+LONGEST_SPACE = 100_000
+_OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind tries each run only once
+
+
+def _need(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _segments(text, nfc):
+    """Text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked, and
+    whole but for cuts inside overlong white space."""
+    text, start = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), 0
+    text = unicodedata.normalize("NFC", text) if nfc else text
+    for run in _OVERLONG.finditer(text) if len(text) > LONGEST_SPACE else ():
+        for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def count_chunks(documents, pattern=GPT4_PATTERN, nfc=False):
+    """Counts the chunks of documents -> Counter of str; Counters of the parts of a corpus can be added up.
+    Whole documents, not lines: a chunk may hold the line break that a loop over lines would tear off."""
+    split, counts = regex.compile(pattern), Counter()
+    for document in documents:
+        for segment in _segments(document, nfc):
+            counts.update(split.findall(segment))
+    return counts
+
+
+def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PATTERN, progress=False):
+    """Trains a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks.
+
+    Each step joins the pair with the highest count; of equals, the one whose left id is smallest, then whose
+    right id is. Nothing else decides, so neither the order of the chunks nor the number of processes counting
+    them matters. `pattern` and `nfc` are what `count_chunks` was given, only recorded here. If the text runs
+    out of pairs, the vocabulary is smaller and a line on stderr says so.
+    """
+    wanted = vocab_size - 256 - len(specials)
+    _need(wanted >= 0, f"vocab_size must be at least {256 + len(specials)}: bytes and special tokens.")
+    tokens, merges = list(BYTE_TO_CHAR), []
+    for left, right in _learn_merges(chunks, wanted, progress):
+        merges.append((tokens[left], tokens[right]))
+        tokens.append(tokens[left] + tokens[right])
+    size = len(tokens) + len(specials)
+    if size < vocab_size:
+        print(f"The text ran out of pairs: {size} tokens instead of {vocab_size}.", file=sys.stderr)
+    return Tokenizer({token: id for id, token in enumerate(tokens)}, merges,
+                     {name: id for id, name in enumerate(specials, len(tokens))}, pattern, nfc)
+
+
+def _learn_merges(chunks, wanted, progress):
+    """Yields up to `wanted` pairs of ids, in merging order.
+
+    All chunks lie in one flat row, BORDER between them. `at` has a token's id at its first and its last byte:
+    both its neighbours are one look away. `where` lists the positions at which a pair has arisen (those
+    merged since are skipped), rising within a chunk, so a run like "aaaa" is paired from the left, as in
+    encoding. Counts of old pairs only fall: a heap entry promises the truth or too much, and is corrected
+    when it surfaces. Counts are Python integers and cannot overflow.
+    """
+    BORDER, INSIDE = -1, -2
+    at, weight = [BORDER], [0]
+    for chunk, count in chunks.items():
+        at += (*chunk.encode("utf-8"), BORDER)
+        weight += [count] * (len(at) - len(weight))
+    counts, where = defaultdict(int), defaultdict(list)
+    for p, pair in enumerate(zip(at, at[1:])):
+        if BORDER not in pair:
+            counts[pair] += weight[p]
+            where[pair].append(p)
+    heap = sorted((-count, pair) for pair, count in counts.items())
+    length = [1] * 256  # of each token, in bytes
+
+    for new in tqdm(range(256, 256 + wanted), desc="merges", disable=not progress):
+        while heap and heap[0][0] != -counts[heap[0][1]]:
+            heapq.heapreplace(heap, (-counts[heap[0][1]], heap[0][1]))
+        if not heap or heap[0][0] == 0:
+            return
+        a, b = pair = heapq.heappop(heap)[1]
+        length.append(length[a] + length[b])
+        fresh = set()
+        for p in where.pop(pair):
+            q = p + length[a]
+            if at[p] != a or at[q] != b:
+                continue
+            end, n = q + length[b], weight[p]
+            left, right = at[p - 1], at[end]
+            at[q - 1] = at[q] = INSIDE
+            at[p] = at[end - 1] = new
+            for near, old, now, start in ((left, (left, a), (left, new), p - length[left]),
+                                          (right, (b, right), (new, right), p)):
+                if near != BORDER:
+                    counts[old] -= n
+                    counts[now] += n
+                    where[now].append(start)
+                    fresh.add(now)
+        del counts[pair]
+        for other in fresh:
+            heapq.heappush(heap, (-counts[other], other))
+        yield pair
+
+
+class Tokenizer:
+    """Byte-level BPE. `vocab` is token -> id in tokenizer.json's spelling, `specials` is name -> id (not in
+    vocab), `merges` are pairs of tokens in merging order; the ids of what they make rise."""
+
+    def __init__(self, vocab, merges, specials, pattern=GPT4_PATTERN, nfc=False):
+        self.vocab, self.merges, self.specials = vocab, merges, specials
+        self.pattern, self.nfc = pattern, nfc
+        self.vocab_size = len(vocab) + len(specials)
+        _need(not {"", *vocab} & specials.keys(), "A special token is empty or also an ordinary token.")
+        ids = sorted([*vocab.values(), *specials.values()])
+        _need(str(ids) == str([*range(len(ids))]), "The ids are not 0, 1, 2 and so on.")  # str: 1.0 is none
+        ranks = {bytes(map(CHAR_TO_BYTE.__getitem__, token)): id for token, id in vocab.items()}
+        names = [(id, name.encode("utf-8")) for name, id in specials.items()]
+        self._bytes = [token for _, token in sorted([(id, token) for token, id in ranks.items()] + names)]
+        # tiktoken panics at an empty match and drops what the pattern skips (to Hugging Face's, a chunk).
+        _need(all(match[0] for match in regex.finditer(pattern, "a 1!\n")), "The pattern matches nothing.")
+        self._bpe = tiktoken.Encoding("bpe", pat_str=rf"{pattern}|(?:(?!{pattern})[\s\S])+",
+                                      mergeable_ranks=ranks, special_tokens={})
+        self._special = re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len)[::-1])) or '(?!)'})")
+
+    @property
+    def end_of_text(self):
+        """The id that ends every document."""
+        name = "<|endoftext|>" if "<|endoftext|>" in self.specials else "</s>"
+        _need(name in self.specials, "The tokenizer has neither <|endoftext|> nor </s> to end a text.")
+        return self.specials[name]
+
+    def encode(self, text, allow_special=False):
+        """Text -> list of ids. "<|end|>" in it is seven ordinary characters, unless specials are allowed."""
+        if allow_special:  # split into ordinary text and specials, in turn; NFC sees them one by one
+            parts = enumerate(self._special.split(text))
+            return [id for i, part in parts for id in ([self.specials[part]] if i % 2 else self.encode(part))]
+        return [id for part in _segments(text, self.nfc) for id in self._bpe.encode_ordinary(part)]
+
+    def token_bytes(self, id):
+        """The bytes of a token; of a special one, its name."""
+        _need(0 <= id < self.vocab_size, f"There is no token {id} in a vocabulary of {self.vocab_size}.")
+        return self._bytes[id]
+
+    def decode(self, ids):
+        """Ids -> text; bytes that are not UTF-8 come out as U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def to_json(self):
+        """The text of a Hugging Face tokenizer.json, always the same for the same tokenizer."""
+        by_id = lambda tokens: dict(sorted(tokens.items(), key=lambda item: item[1]))
+        plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+        file = {"version": "1.0", "truncation": None, "padding": None,
+                "added_tokens": [{"id": i, "content": s, **flags} for s, i in by_id(self.specials).items()],
+                "normalizer": {"type": "NFC"} if self.nfc else None,
+                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, plain]},
+                "post_processor": None, "decoder": plain,
+                "model": {"type": "BPE", "vocab": by_id(self.vocab | self.specials), "merges": self.merges}}
+        lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in file.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def save(self, path):
+        """Writes tokenizer.json whole or not at all."""
+        temporary = f"{path}.{os.getpid()}.tmp"
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(self.to_json())
+        os.replace(temporary, path)
+
+
+class StreamDecoder:
+    """Ids one by one -> text; the bytes of an unfinished character wait until it is whole."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, id):
+        return self.utf8.decode(self.tokenizer.token_bytes(id))
+
+    def flush(self):
+        """What still waits at the end: nothing, or U+FFFD for a character that never became whole."""
+        return self.utf8.decode(b"", final=True)
+
+
+def encode_chat(tokenizer, turns):
+    """Turns [("user" or "assistant", text), ...] -> ids of "<|user|>text<|end|>", joined by line breaks
+    (helix paper). Special tokens in a text are ordinary text: no turn can be ended from within. A last turn
+    whose text is None is left open: it is for the model to write."""
+    ids = []
+    for role, text in turns:
+        start, end = (tokenizer.specials.get(f"<|{name}|>") for name in (role, "end"))
+        _need(None not in (start, end), f"The tokenizer needs <|{role}|> and <|end|> for this chat.")
+        ids += [*(tokenizer.encode("\n") if ids else ()), start]
+        ids += [*tokenizer.encode(text), end] if text is not None else []
+    return ids
+
+
+def load(path):
+    """Reads a tokenizer.json -> Tokenizer."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse(file.read())
+    except ValueError as error:  # a UnicodeDecodeError is one, too
+        raise ValueError(f"{path}: {error}") from None
+
+
+def parse(json_text):
+    """The text of a tokenizer.json -> Tokenizer. What could not be encoded with the same ids is refused."""
+    try:
+        file = json.loads(json_text)
+        _need(file["model"]["type"] == "BPE", f"Only BPE can be read, not {file['model']['type']}.")
+        return _parse_bpe(file, file["model"])
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, regex.error) as error:
+        raise ValueError(f"This is not a sound tokenizer.json: {type(error).__name__} {error}.") from None
+
+
+def _parse_bpe(file, model):
+    nfc, added = bool(file.get("normalizer")), file["added_tokens"]
+    kinds = {"normalizer": (None, "NFC"), "decoder": ("ByteLevel",), "post_processor": (None, "ByteLevel")}
+    flags = ("single_word", "lstrip", "rstrip", "normalized")[:4 if nfc else 3]
+    odd = [key for key in kinds if (file.get(key) or {"type": None})["type"] not in kinds[key]]
+    odd += [key for key in ("truncation", "padding", "dropout", "continuing_subword_prefix",
+                            "end_of_word_suffix", "ignore_merges") if (file | model).get(key)]
+    odd += [f"{flag} of {token['content']}" for token in added for flag in flags if token.get(flag)]
+    _need(not odd, f"The tokenizer asks for what is not supported: {', '.join(odd)}.")
+
+    *first, last = file["pre_tokenizer"].get("pretokenizers") or [file["pre_tokenizer"]]
+    by_itself = last.get("use_regex", True)  # ByteLevel can also split, by GPT-2's pattern
+    _need(last["type"] == "ByteLevel" and not last["add_prefix_space"] and len(first) + by_itself < 2
+          and all(s | {"type": "Split", "behavior": "Isolated", "invert": False} == s for s in first),
+          "The pre-tokenizer must be ByteLevel without prefix space, after at most one isolating Split.")
+    pattern = first[0]["pattern"]["Regex"] if first else GPT2_PATTERN if by_itself else r"[\s\S]+"
+
+    specials = {token["content"]: token["id"] for token in added}
+    _need(model["vocab"] | specials == specials | model["vocab"], "An added token has two ids.")
+    vocab = {token: id for token, id in model["vocab"].items() if token not in specials}
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    _check_merges(vocab, merges)
+    return Tokenizer(vocab, merges, specials, pattern, nfc)
+
+
+def _check_merges(vocab, merges):
+    """Refuses merges that tiktoken would not follow to the letter.
+
+    tiktoken knows no merges: it joins the neighbours that spell the token of the smallest id. For any text
+    that is the same if each token, spelt in bytes, is encoded as itself: then only its own two parts can come
+    to spell it. In training that is so: when a token is made, its parts stand side by side, so no earlier
+    merge joined anything across the seam between them. In a file, the seams are checked here.
+    """
+    def edge(id, until, side):  # the tokens at one end of `id` while it is built, each with what ends it
+        yield id, until
+        while id in parts:
+            id, until = parts[id][side], id
+            yield id, until
+
+    made, parts, newest = {}, {}, -1  # made: (left id, right id) -> id; parts: id -> (left id, right id)
+    _need(all(char in vocab for char in BYTE_TO_CHAR), "The vocabulary lacks some of the 256 bytes.")
+    _need(len(vocab) == 256 + len(merges), f"{len(merges)} merges cannot make {len(vocab) - 256} tokens.")
+    for merge in merges:
+        pair, new = tuple(map(vocab.get, merge)), vocab.get("".join(merge))
+        if (len(pair) != 2 or None in (*pair, new) or new <= newest
+                or not all(id in parts or token in CHAR_TO_BYTE for id, token in zip(pair, merge))):
+            raise ValueError(f"The merge {merge} does not join two earlier tokens into the next one.")
+        for x, x_until in edge(pair[0], new, 1):
+            for y, y_until in edge(pair[1], new, 0):
+                # Of three equals in a row, w x y, the pair w x is merged before x y: hence < and <=.
+                if made.get((x, y), new) < x_until and made[x, y] <= y_until:
+                    raise ValueError(f"The merges never leave {merge} side by side to be joined.")
+        made[pair], parts[new], newest = new, pair, new
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Shows how a tokenizer cuts a text into tokens.")
+    parser.add_argument("tokenizer", help="a tokenizer.json")
+    parser.add_argument("text")
+    args = parser.parse_args()
+    try:
+        tokenizer = load(args.tokenizer)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    ids = tokenizer.encode(args.text)
+    tokens = [tokenizer.token_bytes(id) for id in ids]
+    # Control characters, and bytes that are part of a character, are shown as Python writes them: \n, \xe2.
+    pieces = ["".join(char if char.isprintable() else ascii(char)[1:-1]
+                      for char in token.decode("utf-8", errors="backslashreplace")) for token in tokens]
+    sys.stdout.reconfigure(encoding="utf-8")
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if colour:  # black on light backgrounds: readable on any terminal
+        pieces = [f"\x1b[30;48;5;{(153, 229, 157, 225)[i % 4]}m{s}\x1b[0m" for i, s in enumerate(pieces)]
+    print(*pieces, sep="" if colour else "|")
+    print(*ids)
+    print(f"{len(ids)} tokens, {len(b''.join(tokens)) / max(1, len(ids)):.2f} bytes per token")
+
+
+if __name__ == "__main__":
+    main()
