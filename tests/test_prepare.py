@@ -1,0 +1,508 @@
+"""prepare.py: the same bytes however the text comes and whoever encodes it; whole folders or none."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare
+import storybook
+import tokenizer as bpe
+
+SCRIPT = str(Path(prepare.__file__).resolve())
+posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_documents(n, seed=0):
+    """n different documents with line breaks, numbers, accents, Chinese, emoji and white space inside."""
+    rng = random.Random(seed)
+    words = ["the", "cat", "Don't", "naïve", "cafe\u0301", "猫が好き。", "🙂", "1234567", "x1y2", "end.\n", "\n\n",
+             "  two", "\ttab", "(so)", "--", "<|endoftext", "We'LL", "a_b", "\u00a0", "ﬁ", "...\n\n"]
+    return [f"No. {i}: " + "".join(rng.choice(words) + rng.choice(["", " ", " ", " "])
+                                   for _ in range(rng.randrange(1, 60))) + "." for i in range(n)]
+
+
+def write(path, documents, delimiter="\n<|endoftext|>\n"):
+    Path(path).write_bytes(delimiter.join(documents).encode())
+    return path
+
+
+def go(*arguments):
+    prepare.main([str(argument) for argument in arguments])
+
+
+def refused(*arguments):
+    """The sentence with which the program refuses; nothing may be left of the folder."""
+    with pytest.raises(SystemExit) as end:
+        go(*arguments)
+    sentence, = end.value.code.splitlines()
+    assert sentence.startswith("error: ") and sentence.endswith(".") and end.value.code.count("\n") == 0
+    assert not os.path.exists("data") or [f for f in os.listdir("data") if f != "raw"] == []
+    return sentence
+
+
+def contents(name):
+    return {file.name: file.read_bytes() for file in Path("data", name).iterdir() if file.name != "meta.json"}
+
+
+def ids_of(name, split):
+    return np.fromfile(f"data/{name}/{split}.bin", dtype="<u2")
+
+
+def decoded(name, split):
+    """The documents of a split."""
+    tokenizer = bpe.load(f"data/{name}/tokenizer.json")
+    ids = ids_of(name, split).tolist()
+    assert ids[-1] == tokenizer.end_of_text
+    ends = [i for i, id in enumerate(ids) if id == tokenizer.end_of_text]
+    return [tokenizer.decode(ids[a + 1:b]) for a, b in zip([-1, *ends], ends)]
+
+
+# ------------------------------------------------------------------------------------- files to documents
+
+def test_meta_and_files_say_what_is_there():
+    documents, held_out = make_documents(50), make_documents(5, seed=1)
+    write("a.txt", documents[:20]), write("b.txt", documents[20:]), write("val.txt", held_out)
+    go("--name", "mine", "--input", "a.txt", "b.txt", "--val_input", "val.txt", "--vocab_size", 300)
+    assert decoded("mine", "train") == documents and decoded("mine", "val") == held_out
+    meta = json.loads(Path("data/mine/meta.json").read_text("utf-8"))
+    tokenizer = bpe.load("data/mine/tokenizer.json")
+    assert meta["format"] == 1 and meta["name"] == "mine" and meta["source"] == "a.txt, b.txt, val.txt"
+    assert meta["vocab_size"] == tokenizer.vocab_size == 300 and meta["end_of_text"] == tokenizer.end_of_text
+    saved = Path("data/mine/tokenizer.json").read_bytes()
+    assert meta["tokenizer_sha256"] == hashlib.sha256(saved).hexdigest()
+    for split, texts in (("train", documents), ("val", held_out)):
+        assert meta[split] == {"documents": len(texts), "tokens": len(ids_of("mine", split)),
+                               "bytes": sum(len(text.encode()) for text in texts)}
+    assert set(os.listdir("data")) == {"mine"} and len(os.listdir("data/mine")) == 4
+    assert bpe.train_bpe(bpe.count_chunks(documents), 300).to_json() == tokenizer.to_json()   # not from val
+
+
+def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
+    documents = make_documents(60)
+    monkeypatch.setattr(prepare, "BLOCK", 64)                  # so that CRLFs and delimiters are cut in two
+    clean = "\n<|endoftext|>\n".join(documents).encode() + b"\n"
+    blank = b"\n<|endoftext|> \n\t\n<|endoftext|>\n"
+    variants = {
+        "clean": clean, "crlf": clean.replace(b"\n", b"\r\n"), "cr": clean.replace(b"\n", b"\r"),
+        "bom": b"\xef\xbb\xbf" + clean, "cut": clean[:-1], "ended": clean + b"<|endoftext|>",
+        "blank": b"\r\n" + blank + clean.replace(b"\n<|endoftext|>\n", blank) + blank,
+        "glued": clean.replace(b"\n<|endoftext|>\n", b"<|endoftext|>"),
+    }
+    for name, data in variants.items():
+        Path("in.txt").write_bytes(data)
+        go("--name", name, "--input", "in.txt", "--vocab_size", 300)
+        assert contents(name) == contents("clean"), name
+    assert sorted(decoded("clean", "train") + decoded("clean", "val")) == sorted(documents)
+
+
+def stream(path, delimiter=prepare.END, cut=True):
+    return list(prepare.documents([path], delimiter, cut, None))
+
+
+def test_blocks_do_not_show(monkeypatch):
+    text = "\ufeffäö🙂\r\n---\r\nzwei\r\r---\r\n\n---\n\r\n drei---\n---\r\n--\r\n---"
+    Path("in.txt").write_bytes(text.encode())
+    for block in range(1, 40):
+        monkeypatch.setattr(prepare, "BLOCK", block)
+        assert stream("in.txt", "\n---\n") == [(d, True) for d in ("äö🙂", "zwei", "drei---", "--\n---")]
+    for text, found in (("xaaa", ["x", "a"]), ("aaaab", ["b"]), ("xa", ["xa"]), ("a", ["a"])):
+        Path("in.txt").write_text(text)
+        for block in (1, 2, 3, 9):
+            monkeypatch.setattr(prepare, "BLOCK", block)
+            assert stream("in.txt", "aa") == [(d, True) for d in found]
+
+
+@pytest.mark.parametrize("pattern", [bpe.GPT4_PATTERN, bpe.GPT2_PATTERN])
+@pytest.mark.parametrize("nfc", [False, True])
+def test_the_pieces_of_a_long_document_are_encoded_like_the_whole(monkeypatch, pattern, nfc):
+    """Cut anywhere else (try `SAFE_CUT = re.compile("(?=.)")`), the chunks at the seams would differ."""
+    monkeypatch.setattr(prepare, "BLOCK", 53)
+    monkeypatch.setattr(prepare, "PIECE", 40)
+    for seed in range(60):
+        document = re.sub("<.endoftext", "<", "".join(make_documents(6, seed)))
+        parts = stream(write("in.txt", [document, "last"]))
+        assert [ends for _, ends in parts].count(True) == 2 and len(parts) > 9
+        texts = [text for text, _ in parts[:-1]]
+        assert "".join(texts) == document
+        counts = bpe.count_chunks([document], pattern, nfc)
+        assert bpe.count_chunks(texts, pattern, nfc) == counts
+        tokenizer = bpe.train_bpe(counts, 320, nfc=nfc, pattern=pattern)
+        assert [id for text in texts for id in tokenizer.encode(text)] == tokenizer.encode(document)
+
+
+def test_every_single_safe_cut_is_safe():
+    """All cuts of texts over a nasty alphabet, not only those a piece happens to end at."""
+    rng, cuts = random.Random(0), 0
+    for _ in range(3000):
+        text = "".join(rng.choice("aZ1 \n\t'.s_-é\u0301猫。\u00a0") for _ in range(rng.randrange(2, 12)))
+        for cut in (match.start() for match in prepare.SAFE_CUT.finditer(text)):
+            cuts += 1
+            for pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN):
+                for nfc in (False, True):
+                    assert (bpe.count_chunks([text[:cut], text[cut:]], pattern, nfc)
+                            == bpe.count_chunks([text], pattern, nfc)), (text, cut)
+    assert cuts > 3000
+
+
+def test_a_long_document_has_bounded_pieces_and_no_white_space_around(monkeypatch):
+    for constant, value in (("BLOCK", 1000), ("PIECE", 2000), ("LIMIT", 8000)):
+        monkeypatch.setattr(prepare, constant, value)
+    Path("in.txt").write_text("\n" * 5000 + "word " * 20_000 + "\n" * 5000)
+    parts = stream("in.txt")
+    assert "".join(text for text, _ in parts) == ("word " * 20_000).strip() and parts[-1][1]
+    assert max(len(text) for text, _ in parts) < 7000
+    for text in ("x" * 20_000, "a" + " " * 20_000 + "b"):
+        Path("in.txt").write_text(text)
+        with pytest.raises(ValueError, match="without a place to cut"):
+            stream("in.txt")
+    Path("in.txt").write_text("word " * 2000)
+    with pytest.raises(ValueError, match="without a place to cut"):      # a pattern that we know nothing of
+        stream("in.txt", cut=False)
+
+
+# ------------------------------------------------------------------------------------------------ the split
+
+def test_split_is_by_whole_documents_and_stays():
+    documents = make_documents(3000)
+    write("a.txt", documents)
+    write("b.txt", make_documents(500, seed=9)[250:] + documents[::-1] + documents[:9])
+    for name in "ab":
+        go("--name", name, "--input", f"{name}.txt", "--vocab_size", 300)
+    train, val = decoded("a", "train"), decoded("a", "val")
+    assert 15 <= len(val) <= 50 and sorted(train + val) == sorted(documents)
+    assert set(val) == set(decoded("b", "val")) & set(documents)         # whatever the order and the company
+    assert set(val) == {d for d in documents                              # and this is the rule, for good
+                        if int(hashlib.blake2b(d.encode(), digest_size=8).hexdigest(), 16) < 2**64 / 100}
+
+
+def test_a_few_documents_give_one_to_validation():
+    documents = make_documents(4)
+    write("few.txt", documents + documents[:1])                          # an equal document goes the same way
+    go("--name", "few", "--input", "few.txt", "--vocab_size", 280)
+    train, val = decoded("few", "train"), decoded("few", "val")
+    assert len(set(val)) == 1 and sorted(train + val) == sorted(documents + documents[:1])
+    assert not set(train) & set(val)
+    write("one.txt", documents[:1])
+    assert "--delimiter" in refused_elsewhere("--name", "one", "--input", "one.txt")
+    go("--name", "two", "--input", "one.txt", "--delimiter", " ", "--vocab_size", 270)
+
+
+def refused_elsewhere(*arguments):
+    """As `refused`, beside finished folders."""
+    before = sorted(os.listdir("data"))
+    with pytest.raises(SystemExit) as end:
+        go(*arguments)
+    assert sorted(os.listdir("data")) == before
+    return end.value.code
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+def test_bad_text_gets_one_sentence():
+    assert "does not exist" in refused("--name", "x", "--input", "nowhere.txt")
+    assert "not a file" in refused("--name", "x", "--input", ".")
+    write("good.txt", make_documents(20))
+    for data, word in ((b"", "no text"), (b"\xef\xbb\xbf \n<|endoftext|>\r\n\t", "no text"),
+                       ("hello".encode("utf-16"), "UTF-16"), ("hello".encode("utf-16-le"), "zero bytes"),
+                       (b"abc \xff def", "offset 4"), ("é".encode()[:1], "offset 0"),
+                       (b"ok\xe2\x82", "offset 2"), ("café".encode("latin-1"), "offset 3")):
+        Path("bad.txt").write_bytes(data)
+        assert word in refused("--name", "x", "--input", "bad.txt"), data
+        assert word in refused("--name", "x", "--input", "good.txt", "--val_input", "bad.txt")
+
+
+def test_the_offset_of_a_bad_byte_counts_from_the_beginning_of_the_file(monkeypatch):
+    Path("bad.txt").write_bytes("ä€🙂".encode() * 20 + b"\xf0\x9f" + b"x" * 50)
+    for block in (1, 2, 3, 5, 7, 64, 1000):
+        monkeypatch.setattr(prepare, "BLOCK", block)
+        with pytest.raises(ValueError, match="offset 180"):
+            stream("bad.txt")
+
+
+def test_options_that_do_not_go_together():
+    write("in.txt", make_documents(9))
+    bpe.train_bpe({"a": 1}, 260).save("t.json")
+    text = ["--name", "x", "--input", "in.txt"]
+    for arguments in (["--input", "in.txt"], ["--name", "../x", *text[2:]], ["--name", "raw"], ["--name", ""],
+                      ["--val_input", "in.txt"], ["--delimiter", "x"], ["--name", "storybook", *text[2:]],
+                      [*text, "--delimiter", ""], [*text, "--tokenizer", "t.json", "--vocab_size", 300],
+                      [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--vocab_size", 65537],
+                      [*text, "--vocab_size", 0], [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
+                      [*text, "--tokenizer", "none.json"]):
+        refused(*arguments)
+
+
+def test_ids_that_do_not_fit_are_refused_not_wrapped(monkeypatch):
+    class Wide:
+        end_of_text, encode = 70_000, staticmethod(lambda text: [1, 2])
+    monkeypatch.setattr(prepare, "_tokenizer", Wide, raising=False)
+    assert prepare.encode_batch([("x", False)])[0] == b"\1\0\2\0"
+    with pytest.raises(ValueError, match="70000"):
+        prepare.encode_batch([("x", True)])
+    big = bpe.train_bpe({"a": 1}, 260)
+    big.vocab_size = 65_537
+    write("in.txt", make_documents(9))
+    with pytest.raises(ValueError, match="65,537"):
+        prepare.from_files("x", ["in.txt"], tokenizer=big)
+    assert os.listdir("data") == []
+
+
+def test_a_finished_folder_is_never_touched():
+    write("in.txt", make_documents(30))
+    go("--name", "x", "--input", "in.txt", "--vocab_size", 280)
+    before = contents("x")
+    assert "exists already" in refused_elsewhere("--name", "x", "--input", "in.txt")
+    assert contents("x") == before
+
+
+def test_a_given_tokenizer_is_kept_to_the_byte():
+    write("in.txt", make_documents(200))
+    go("--name", "a", "--input", "in.txt", "--vocab_size", 300, "--nfc")
+    go("--name", "b", "--input", "in.txt", "--tokenizer", "data/a/tokenizer.json")
+    assert contents("a") == contents("b")
+
+
+def run_script(*arguments, **more):
+    command = [sys.executable, SCRIPT, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+
+
+def test_the_script_ends_with_one_line_and_no_traceback():
+    Path("bad.txt").write_bytes(b"abc\xff")
+    result = run_script("--name", "x", "--input", "bad.txt")
+    assert result.returncode == 1 and result.stdout == "" and not os.path.exists("data")
+    assert result.stderr.startswith("error: bad.txt is not UTF-8") and result.stderr.count("\n") == 1
+
+
+@posix
+def test_a_full_disk_leaves_no_folder():
+    resource = pytest.importorskip("resource")
+    write("in.txt", ["word " * 50_000, "another one"])
+    result = run_script("--name", "x", "--input", "in.txt", "--vocab_size", "260",
+                        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)))
+    assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert os.listdir("data") == []
+
+
+# ------------------------------------------------------------------------------------------------- workers
+
+def test_the_number_of_workers_does_not_show(monkeypatch):
+    write("in.txt", make_documents(700) + ["long one " * 5000])
+    for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 3000)):
+        monkeypatch.setattr(prepare, constant, value)
+    for workers in (1, 2, 3):
+        go("--name", f"w{workers}", "--input", "in.txt", "--vocab_size", 400, "--workers", workers)
+    assert contents("w1") == contents("w2") == contents("w3")
+
+
+def fail(batch):
+    raise ValueError(f"The batch of {len(batch)} is no good.")
+
+
+def die(batch):
+    os._exit(1)
+
+
+def test_an_error_in_a_worker_is_an_error_of_the_program():
+    for work, sentence in ((fail, "The batch of 1 is no good."), (die, "A worker process died")):
+        with pytest.raises(ValueError, match=sentence):
+            list(prepare.spread(work, iter([("text", True)]), workers=2))
+
+
+def test_only_a_few_batches_are_under_way(monkeypatch):
+    """A source that is quicker than the workers must not fill the memory."""
+    monkeypatch.setattr(prepare, "BATCH", 1)
+    read = []
+    source = (read.append(i) or (f"text {i}", True) for i in range(50))
+    results = prepare.spread(partial(prepare.count_batch, nfc=False), source, workers=2)
+    next(results)
+    assert len(read) <= 6
+    assert sum(1 for _ in results) == 49
+
+
+def start_long_run(name):
+    write("in.txt", [f"{i} {i * 7919 % 100_003} " * 30 for i in range(30_000)])
+    command = [sys.executable, SCRIPT, "--name", name, "--input", "in.txt", "--workers", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not list(Path(".").glob("data/.*.tmp")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return process
+
+
+@posix
+def test_interruption_leaves_no_folder_that_looks_complete():
+    for send in (lambda p: os.killpg(p.pid, signal.SIGINT), lambda p: p.terminate()):    # Ctrl-C, kill
+        process = start_long_run("x")
+        send(process)
+        out, errors = process.communicate(timeout=30)
+        assert process.returncode == 1 and errors.startswith("error: interrupted") and errors.count("\n") == 1
+        assert os.listdir("data") == []
+    process = start_long_run("x")
+    process.kill()
+    process.communicate(timeout=30)          # returns when the workers too have closed stdout: none lives on
+    left, = os.listdir("data")
+    assert re.fullmatch(r"\.x\.\d+\.tmp", left)
+    write("in.txt", make_documents(20))
+    go("--name", "x", "--input", "in.txt", "--vocab_size", 280)
+    assert os.listdir("data") == ["x"]                                   # what the dead run left is gone
+
+
+# ------------------------------------------------------------------------------------------------ storybook
+
+def test_storybook_and_its_floor(capsys):
+    folder = prepare.storybook(vocab_size=400, train=80, val=20, seed=3)
+    meta = json.loads((folder / "meta.json").read_text("utf-8"))
+    told = list(storybook.stories(20, 7))
+    assert decoded("storybook", "train") == [text for text, _ in storybook.stories(80, 6)]
+    assert decoded("storybook", "val") == [text for text, _ in told]
+    nats = -sum(log_prob for _, log_prob in told)
+    val = meta["val"]
+    assert val["documents"] == 20 and meta["seed"] == 3 and meta["source"] == "storybook.py"
+    assert val["floor_nats_per_token"] == pytest.approx(nats / len(ids_of("storybook", "val")))
+    size = sum(len(text) for text, _ in told)
+    assert val["floor_bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
+    assert 40 < nats / 20 < 110
+    before = contents("storybook")
+    assert prepare.storybook() == folder and contents("storybook") == before         # there already: no work
+    assert "exists already" in refused_elsewhere("--name", "storybook")
+
+
+# ------------------------------------------------------------------------------------------------- download
+
+class Server(ThreadingHTTPServer):
+    """Serves `body` under any path, and misbehaves as told."""
+
+    def __init__(self, body, etag='"1"'):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.body, self.etag, self.requests = body, etag, []
+        self.drop, self.ranges, self.length, self.codes, self.most = [], True, None, [], None
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server, wanted = self.server, self.headers.get("Range")
+        server.requests.append(wanted)
+        code = server.codes.pop(0) if server.codes else 200
+        if code != 200:
+            return self.send_error(code)
+        start = int(wanted[6:-1]) if wanted and server.ranges else 0
+        if wanted and start >= len(server.body):
+            return self.send_error(416)
+        body, total = server.body[start:], len(server.body)
+        body = body[:server.most] if wanted else body
+        self.send_response(206 if wanted and server.ranges else 200)
+        if server.etag:
+            self.send_header("ETag", server.etag)
+        if wanted and server.ranges:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{total}")
+        self.send_header("Content-Length", str(server.length or len(body)))
+        self.end_headers()
+        self.wfile.write(body[:server.drop.pop(0)] if server.drop else body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(prepare, "PAUSE", 0)
+    server = Server(random.Random(0).randbytes(900_000))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(server):
+    prepare.download(f"{server.url}/file", Path("raw/file"))
+    assert os.listdir("raw") == ["file"]
+    return Path("raw/file").read_bytes()
+
+
+def test_a_broken_download_goes_on_where_it_stopped(server):
+    server.drop = [300_000, 300_000]
+    assert fetch(server) == server.body
+    first, second, third = server.requests
+    assert first is None and int(second[6:-1]) > 0 and int(third[6:-1]) > int(second[6:-1])
+    assert fetch(server) == server.body and len(server.requests) == 3                # there: nothing to do
+    os.remove("raw/file")
+    server.drop, server.most = [300_000], 250_000            # answers with a part of what we ask for
+    assert fetch(server) == server.body
+
+
+def test_a_changed_file_is_not_glued_to_an_old_part(server):
+    def leave_a_part():
+        server.drop, server.codes = [400_000], [200] + [404]
+        with pytest.raises(ValueError, match="404"):
+            fetch(server)
+        assert sorted(os.listdir("raw")) == ["file.part", "file.part.etag"]
+
+    leave_a_part()
+    server.body, server.etag = server.body[::-1], '"2"'
+    assert fetch(server) == server.body
+    os.remove("raw/file")
+    leave_a_part()
+    server.body = b"short now"
+    assert fetch(server) == server.body
+    os.remove("raw/file")
+    server.etag = None                      # nothing says which file a part is of: begin again
+    server.body = bytes(900_000)
+    server.drop = [500_000]
+    assert fetch(server) == server.body and server.requests[-1] is None
+
+
+def test_a_server_that_ignores_ranges_or_is_busy(server):
+    server.drop, server.ranges, server.codes = [300_000], False, [503, 200, 429]
+    assert fetch(server) == server.body and len(server.requests) == 4
+
+
+def test_a_short_file_is_not_taken_for_a_whole_one(server, monkeypatch):
+    server.length = len(server.body) + 10                    # promises more than it has, always
+    with pytest.raises(ValueError, match="could not be downloaded"):
+        fetch(server)
+    assert not os.path.exists("raw/file") and len(server.requests) < 30
+    server.length = 1000                                     # promises less: only the known size can tell
+    monkeypatch.setattr(prepare, "HUB", server.url)
+    monkeypatch.setattr(prepare, "TINYSTORIES", {"train.txt": 900_000, "valid.txt": 900_000})
+    assert "1,000 bytes and not 900,000" in refused()
+
+
+def test_tinystories_from_a_server(server, monkeypatch):
+    server.body = "\n<|endoftext|>\n".join(make_documents(99)).encode()
+    monkeypatch.setattr(prepare, "HUB", server.url)
+    monkeypatch.setattr(prepare, "TINYSTORIES", dict.fromkeys(("train.txt", "valid.txt"), len(server.body)))
+    go("--vocab_size", 300)
+    assert decoded("tinystories", "train") == decoded("tinystories", "val") == make_documents(99)
+    server.codes = [404] * 9
+    go("--name", "laptop", "--vocab_size", 280)              # the raw files are shared
+    assert sorted(os.listdir("data")) == ["laptop", "raw", "tinystories"]
+
+
+def test_offline_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(prepare, "HUB", "http://127.0.0.1:9")
+    sentence = refused()
+    assert all(word in sentence for word in ("connect", os.path.join("data", "raw"), "storybook", "--input"))
