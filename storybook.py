@@ -36,7 +36,7 @@ WORDS = {
              "jump over puddles|build towers|dance in the sun|run in the wind|fly paper planes".split("|"),
     "skill": "swim|whistle|skate|juggle|read|ride a bike|bake bread|play the flute".split("|"),
     "toy": "ball drum boat hat bell whistle train scarf book basket doll wagon".split(),  # to lose, to share
-    "flyer": "kite balloon hat ribbon scarf flag".split(),                                # for the wind
+    "flyer": "kite balloon hat ribbon scarf flag".split(),  # for the wind
     "gift": "hat box mug bag cup ring picture puppet".split(),
     "cloth": "blanket scarf towel coat cape rug".split(),
     "light": "lamp lantern candle torch".split(),
@@ -206,10 +206,10 @@ def parse(source):
     options, each of them a list of parts again. Lines run on; a blank line begins a paragraph."""
     paragraphs = re.split(r"\n\s*\n", source.strip())
     source = "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    source = re.sub(r"\s(?=[|\]])|(?<=[|\[])\s", "", source)       # the layout around [ a | b ] is not told
+    source = re.sub(r"\s(?=[|\]])|(?<=[|\[])\s", "", source)  # the layout around [ a | b ] is not told
     tokens = iter(re.findall(r"[\[|\]]|\{[^}]*\}|[^\[|\]{]+", source))
 
-    def options():                                                # up to the closing bracket
+    def options():  # up to the closing bracket
         found = [[]]
         for token in tokens:
             if token == "]":
@@ -228,14 +228,13 @@ def parse(source):
     return options()[0]
 
 
-BOOK = parse(f"{OPENING}\n[{'|'.join(PLOTS)}]\n\n{ENDING}")       # all the stories, as one text with forks
+BOOK = parse(f"{OPENING}\n[{'|'.join(PLOTS)}]\n\n{ENDING}")  # all the stories, as one text with forks
 
 
 def pronouns(name, prefix=""):
     """The pronouns of a character as slots: {he}, {him}, {his}, {He}; of the friend {friend.he}, ..."""
     he, him, his = ("she", "her", "her") if name in GIRLS else ("he", "him", "his")
-    return {prefix + slot: word for slot, word in
-            [("he", he), ("him", him), ("his", his), ("He", he.capitalize())]}
+    return {prefix + "he": he, prefix + "him": him, prefix + "his": his, prefix + "He": he.capitalize()}
 
 
 class Teller:
@@ -247,7 +246,7 @@ class Teller:
 
     def choose(self, options):
         self.log_prob -= math.log(len(options))
-        return options[int(self.rng.random() * len(options))]     # random() is the same in every Python
+        return options[int(self.rng.random() * len(options))]  # random() is the same in every Python
 
     def tell(self, parts):
         for part in parts:
@@ -282,13 +281,9 @@ class Teller:
         return WORDS[table]
 
 
-def story(rng):
-    """One story and the natural logarithm of its probability."""
-    teller = Teller(rng).tell(BOOK)
-    return teller.text, teller.log_prob
-
-
 def stories(n, seed):
-    """n stories as (text, log_prob). Story i depends on (seed, i) alone; two seeds share no random stream."""
+    """n stories as (text, natural logarithm of its probability). Story i depends on (seed, i) alone; two
+    seeds share no random stream."""
     for i in range(n):
-        yield story(random.Random(seed << 32 | i))
+        teller = Teller(random.Random(seed << 32 | i)).tell(BOOK)
+        yield teller.text, teller.log_prob

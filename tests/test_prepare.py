@@ -180,6 +180,15 @@ def test_a_long_document_has_bounded_pieces_and_no_white_space_around(monkeypatc
         stream("in.txt", cut=False)
 
 
+def test_no_cut_goes_through_a_delimiter(monkeypatch):
+    monkeypatch.setattr(prepare, "BLOCK", 1)
+    Path("in.txt").write_text("word " * 20 + "<x> <x>" + "last " * 20)
+    for length in range(1, 30):
+        monkeypatch.setattr(prepare, "PIECE", length)
+        text = "".join(text + "|" * ends for text, ends in stream("in.txt", "<x> <x>"))
+        assert text == ("word " * 20).strip() + "|" + ("last " * 20).strip() + "|"
+
+
 # ------------------------------------------------------------------------------------------------ the split
 
 def test_split_is_by_whole_documents_and_stays():
@@ -193,6 +202,17 @@ def test_split_is_by_whole_documents_and_stays():
     assert set(val) == set(decoded("b", "val")) & set(documents)         # whatever the order and the company
     assert set(val) == {d for d in documents                              # and this is the rule, for good
                         if int(hashlib.blake2b(d.encode(), digest_size=8).hexdigest(), 16) < 2**64 / 100}
+
+
+def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 4000)
+    monkeypatch.setattr(prepare, "HEAD", 1000)
+    write("in.txt", [f"{i} " + "word " * 5000 for i in range(9)])
+    keys = set()
+    for cut, block in ((True, 700), (True, 7000), (True, 10**6), (False, 7000)):
+        monkeypatch.setattr(prepare, "BLOCK", block)
+        keys.add(tuple(key for key, (_, ends) in prepare.hashed(stream("in.txt", cut=cut)) if ends))
+    assert len(keys) == 1 and len(set(*keys)) == 9
 
 
 def test_a_few_documents_give_one_to_validation():
@@ -237,6 +257,11 @@ def test_the_offset_of_a_bad_byte_counts_from_the_beginning_of_the_file(monkeypa
         monkeypatch.setattr(prepare, "BLOCK", block)
         with pytest.raises(ValueError, match="offset 180"):
             stream("bad.txt")
+    for data, offset in ((b"\xef\xbb\xbf" + "ä€🙂".encode() * 9000, 81_003), ("€".encode() * 9000, 27_000)):
+        for bad in (b"\xf0\x9f", b"\xf0\x9fx", b"\xff" + bytes(9000)):     # far into the file, and at its end
+            Path("bad.txt").write_bytes(data + bad)
+            with pytest.raises(ValueError, match=f"offset {offset}\\)"):
+                stream("bad.txt")
 
 
 def test_options_that_do_not_go_together():
@@ -255,10 +280,10 @@ def test_options_that_do_not_go_together():
 def test_ids_that_do_not_fit_are_refused_not_wrapped(monkeypatch):
     class Wide:
         end_of_text, encode = 70_000, staticmethod(lambda text: [1, 2])
-    monkeypatch.setattr(prepare, "_tokenizer", Wide, raising=False)
-    assert prepare.encode_batch([("x", False)])[0] == b"\1\0\2\0"
+    monkeypatch.setattr(prepare, "parse", lambda json_text: Wide)
+    assert prepare.encode_batch([("x", False)], "")[0] == b"\1\0\2\0"
     with pytest.raises(ValueError, match="70000"):
-        prepare.encode_batch([("x", True)])
+        prepare.encode_batch([("x", True)], "")
     big = bpe.train_bpe({"a": 1}, 260)
     big.vocab_size = 65_537
     write("in.txt", make_documents(9))

@@ -1,0 +1,75 @@
+"""Every command in the README is run: as it is where it is quick, smaller where it is not."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+PARTS = [part.strip() for command in COMMANDS for part in command.split("&&")]
+
+# Added to the commands that would run for minutes; the options that the README names stay as they are.
+SMALLER = {
+    "train.py": "--max_steps=2 --eval_tokens=600 --sample_tokens=5 --batch_size=2 --grad_accum=1 --n_layer=1",
+    "sample.py": "--max_new_tokens=10",
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """The project in an empty folder, with small stand-ins for the data that the commands expect."""
+    folder = tmp_path_factory.mktemp("readme")
+    for path in [*ROOT.glob("*.py"), ROOT / "config"]:
+        (folder / path.name).symlink_to(path, target_is_directory=path.is_dir())
+    stories = [f"Once upon a time there was a frog, number {n}. It sang and sang, and was happy." for n in range(200)]
+    for name in ("mine.txt", "more.txt"):
+        (folder / name).write_text("<|endoftext|>\n".join(stories), encoding="utf-8")
+    for name in ("tinystories", "laptop"):
+        run(folder, f"python prepare.py --name {name} --input mine.txt --vocab_size 400 --workers 1")
+    return folder
+
+
+def run(folder, command):
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    done = subprocess.run(words, cwd=folder, capture_output=True, encoding="utf-8", timeout=200,
+                          input="The frog", env=os.environ | {"COLUMNS": "100"})
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_the_readme_has_its_two_commands():
+    assert "pip install -r requirements.txt" in PARTS and "python -m pytest" in PARTS
+    assert "python train.py config/tiny.py" in PARTS and 'python sample.py --prompt "Once upon a time"' in PARTS
+
+
+def test_every_command_runs(workplace):
+    """In the order of the README, since some need what the ones before have made."""
+    for command in PARTS:
+        script = next((word for word in shlex.split(command) if word.endswith(".py")), "")
+        if command.startswith(("pip ", "python -m pytest", "git ", "cd ")):
+            continue  # the installation and this very test
+        if script == "prepare.py" and "--input" not in command and "storybook" not in command:
+            prepare.arguments(shlex.split(command)[2:])  # a download of 2.2 GB: only read as a command
+            continue
+        if script == "prepare.py" and (name := re.search(r"--name (\S+)", command)):
+            if (workplace / "data" / name[1]).exists():
+                continue  # made by an earlier command
+        run(workplace, f"{command} {SMALLER.get(script, '')}")
+
+
+def test_every_file_of_the_tree_is_named():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("config/[!_]*.py")]:
+        assert path.name in README, path.name
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 250
