@@ -2,34 +2,34 @@
 Small language models in one file, to be read from the top.
 
 The model here is Wiola Nano (Chowdhury, Oosa, Reddy, arXiv:2608.14604; "the paper" below): a decoder-only
-transformer of 12,915,888 parameters. What differs from GPT-2 or Llama, in the order of this file:
+transformer of 12,915,888 parameters. What is new in it, compared with Llama:
 
-- Rotary positions whose frequencies fan out a little, the "spiral" (paper III.B).
-- Attention scores multiplied by one number per head and token, a gate that reads the running mean of all
-  queries so far (III.C). It may look at the past only, and it must be the same number whether a text is
-  read at once or token by token.
+- Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (paper III.B).
+- Attention scores are multiplied by one number per head and token, a gate that reads the running mean of
+  all queries so far (III.C).
 - A feed-forward with a product *and* a linear bypass inside, the "butterfly" (III.D).
-- One memory, with two verbs, for training and for decoding. Everything in this file that looks at the past
-  is a list of rows (keys, values) or a running sum (the gate's mean), so every layer is written once:
 
-      past.append(name, x)         all rows so far, this chunk's included
-      past.running_sum(name, x)    sums over all tokens so far, this chunk's included
+What is unusual about the file: one memory, with two verbs, serves training and decoding. Everything that
+looks at the past is a list of rows (keys, values) or a running sum (the gate's mean), so every layer is
+written once:
 
-  `NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A text can be fed in
-  chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
+    past.append(name, x)         all rows so far, this chunk's included
+    past.running_sum(name, x)    sums over all tokens so far, this chunk's included
+
+`NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A text may be fed in
+chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
 Map:  ModelConfig | rotary tables | memory | causal attention | norm | mixers | feed-forwards | block |
-      the table of parts | sampling one token | LanguageModel
+      the table of parts | sampling a token | LanguageModel
 
-Letters in the shape comments; the paper's letter in brackets where it differs:
+Letters in the shape comments (in brackets the paper's letter, where it is another one):
   B  sequences in the batch            T  tokens in this chunk
   S  tokens so far, S = past + T       V  vocabulary
   C  width of the residual stream [d]  H  query heads
-  K  key/value heads (K = H unless they are shared between groups of query heads)
+  K  key/value heads (K = H, or fewer, each shared by a group of H/K query heads)
   D  width of a head [d_h]             F  inner width of the feed-forward [d_ff]
 """
 
-import difflib
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,8 @@ class ModelConfig:
     d_head: int = 0  # width of a head (D), even; 0: d_model / n_head
     d_ff: int = 512  # inner width of the feed-forward (F)
     position: str = "spiral"  # rotary tables: spiral
-    rope_base: float = 10000.0  # the slowest pair turns about this many times slower than the fastest
-    alpha: float = 0.05  # how far the spiral's frequencies fan out; 0 is standard rotary
+    rope_base: float = 10000.0  # how slowly the slowest pair of coordinates turns
+    alpha: float = 0.05  # by what share the spiral speeds that pair up; 0 is standard rotary
     mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, attention
     gate: bool = True  # gated_spiral: multiply scores by the gate
     gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
@@ -66,52 +66,51 @@ class ModelConfig:
     block: str = "prenorm"  # how a layer is put together: prenorm
 
     def __post_init__(self):
-        for name in ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name, parts in PARTS.items():
-            choice = getattr(self, name)
-            if choice not in parts:
-                close = difflib.get_close_matches(choice, parts, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise ValueError(f"{name}={choice!r} is unknown; {hint}Choices: {', '.join(parts)}.")
-        if self.d_head == 0:
-            if self.d_model % self.n_head:
-                raise ValueError(f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head.")
-            self.d_head = self.d_model // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
-        if self.d_head < 2 or self.d_head % 2:
-            raise ValueError(f"d_head={self.d_head} must be even: positions turn pairs of coordinates.")
-        if not 1 <= self.n_kv_head <= self.n_head or self.n_head % self.n_kv_head:
+        for name, parts in PARTS.items():  # the table of parts, below
+            if getattr(self, name) not in parts:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choices: {', '.join(parts)}.")
+        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "norm_eps")
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
+        if self.kv_heads < 1 or self.n_head % self.kv_heads:
             raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}.")
-        if not self.rope_base > 0:
-            raise ValueError(f"rope_base must be above 0, not {self.rope_base}.")
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps must be above 0, not {self.norm_eps}.")
+        if self.d_head == 0 and self.d_model % self.n_head:
+            raise ValueError(f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head.")
+        if self.head_width < 2 or self.head_width % 2:
+            raise ValueError(f"d_head={self.head_width} must be even: positions turn pairs of coordinates.")
+
+    @property
+    def kv_heads(self):  # K
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_width(self):  # D
+        return self.d_head or self.d_model // self.n_head
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Positions: a pair of coordinates (j, j + D/2) is a point in the plane, turned by an angle that grows with
-# the token's position. Models differ in the two tables only, never in the rotation.
+# Positions: a pair of coordinates (i, i + D/2) is a point in the plane, turned by an angle that grows with
+# the token's position. Models differ in the two tables of cosines and sines only.
 
 
 def spiral_rotary(config, position):
-    """Tables of the spiral rotary encoding (paper III.B), for positions m and pairs i = 0 .. D/2 - 1:
+    """Spiral rotary encoding (paper III.B). For position m and pair i = 0 .. D/2 - 1:
 
         angle_i(m) = m * base^(-2i/D) * (1 + alpha * sqrt((i + 1) / (D/2)))
 
-    position (T,) -> cos, sin (T, D/2). alpha = 0 is standard rotary. The paper says that the fast pairs get
-    the larger boost; by its own formula, which this is, the slow ones do.
+    position (T,) -> cos, sin (T, D/2). alpha = 0 is standard rotary. The paper says that the fast pairs
+    (small i) get the larger boost; its formula gives it to the slow ones.
     """
-    half = config.d_head // 2
+    half = config.head_width // 2
     i = torch.arange(half, dtype=position.dtype, device=position.device)
     theta = config.rope_base ** (-i / half) * (1 + config.alpha * ((i + 1) / half).sqrt())
-    angle = position[:, None] * theta  # (T,), (D/2,) -> (T, D/2)
+    angle = position[:, None] * theta  # (T, 1), (D/2,) -> (T, D/2)
     return angle.cos(), angle.sin()
 
 
 def apply_rotary(x, cos, sin):
-    """Turn the pairs (j, j + D/2) of x (B, H, T, D) by the tables' angles (T, D/2). Same shape and dtype."""
+    """Turn the pairs of x (B, H, T, D), queries or keys, by the angles of the tables (T, D/2). Same shape."""
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D) -> 2 x (B, H, T, D/2)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
 
@@ -128,10 +127,10 @@ def wide(x):
 class NoCache:
     """The memory of a pass over whole sequences: nothing came before, and nothing is kept."""
 
-    length = 0  # tokens before this chunk
+    length, capacity = 0, float("inf")
 
     def append(self, name, x):
-        """x (B, H, T, D) -> x: the rows of this chunk are all rows."""
+        """x (B, K, T, D) -> x: the rows of this chunk are all rows."""
         return x
 
     def running_sum(self, name, x):
@@ -139,15 +138,16 @@ class NoCache:
         return wide(x).cumsum(dim=1)
 
     def advance(self, idx):
-        """Nothing to count."""
+        pass
 
 
 class Cache:
-    """The memory of decoding: what `NoCache` would see if all chunks so far came as one.
+    """The memory of decoding: each verb answers as if all chunks so far had come as one.
 
     Rows are written in place into buffers of `capacity` tokens, made when a name is first used; sums are
-    carried over. `length` moves once per pass of the whole model, by `advance`, and sums become valid only
-    then, so a pass that fails halfway leaves the memory as it was. No gradient flows into the past.
+    carried over. All layers write at the same place, so `length` moves once, by `advance`, at the end of a
+    pass; new sums count from then on, too. A pass that fails halfway can therefore be repeated.
+    Made for decoding: no gradient flows through it.
     """
 
     def __init__(self, capacity):
@@ -155,26 +155,23 @@ class Cache:
         self.reset()
 
     def reset(self):
-        """Forget everything."""
-        self.length = 0
-        self.tokens = None  # (B, length): the ids behind the rows, so that a full cache can be refilled
-        self.rows = {}  # name -> (B, H, capacity, D); only [:, :, :length] is ever read
+        self.length = 0  # tokens so far
+        self.tokens = None  # (B, length): their ids, so that a full cache can be refilled
+        self.rows = {}  # name -> (B, K, capacity, D)
         self.sums, self.new_sums = {}, {}  # name -> (B, 1, ...)
 
     def append(self, name, x):
-        """Keep the rows x (B, H, T, D); return all rows so far, (B, H, length + T, D)."""
-        B, H, T, D = x.shape
+        """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
+        B, K, T, D = x.shape
         if name not in self.rows:
-            self.rows[name] = x.new_empty(B, H, self.capacity, D)
-        rows, end = self.rows[name], self.length + T
-        rows[:, :, self.length : end] = x.detach()
-        return rows[:, :, :end]
+            self.rows[name] = x.new_empty(B, K, self.capacity, D)
+        end = self.length + T
+        self.rows[name][:, :, self.length : end] = x.detach()
+        return self.rows[name][:, :, :end]
 
     def running_sum(self, name, x):
         """x (B, T, ...) -> prefix sums that go on from the tokens before, same shape, float32 or wider."""
-        total = wide(x).cumsum(dim=1)
-        if name in self.sums:
-            total = total + self.sums[name]
+        total = wide(x).cumsum(dim=1) + self.sums.get(name, 0)
         self.new_sums[name] = total[:, -1:].detach().clone()
         return total
 
@@ -187,8 +184,8 @@ class Cache:
 
 def running_mean(past, name, x):
     """Mean over all tokens up to and including each one. (B, T, D) -> (B, T, D), float32 or wider."""
-    count = torch.arange(past.length + 1, past.length + x.size(1) + 1, device=x.device)  # integers: exact
-    return past.running_sum(name, x) / count[:, None]
+    count = torch.arange(past.length + 1, past.length + x.size(1) + 1, device=x.device)
+    return past.running_sum(name, x) / count[:, None]  # (B, T, D) / (T, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -199,12 +196,12 @@ def causal_attention(q, k, v):
     """Softmax attention of the last T of S tokens, each over itself and those before.
 
     q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Query head h reads key/value head h // (H/K).
-    The fused kernels build no (T, S) matrix in training. For a chunk that continues a text (1 < T < S) the
-    causal triangle stands at the lower right; `is_causal` would put it at the upper left.
+    The fused kernels build no (T, S) matrix in training. A chunk that continues a text (1 < T < S) needs the
+    causal triangle at the lower right; `is_causal` would put it at the upper left. One token sees all.
     """
     T, S = q.size(2), k.size(2)
-    mask = None if T in (1, S) else causal_lower_right(T, S)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
+    mask = causal_lower_right(T, S) if 1 < T < S else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
                                           enable_gqa=q.size(1) != k.size(1))
 
 
@@ -222,33 +219,26 @@ def join_heads(x):
 # Norm
 
 
-class RMSNorm(nn.Module):
-    """y = gamma * x / sqrt(mean(x^2) + eps) over the last dimension (paper III.A)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.eps = config.norm_eps
-        self.gain = nn.Parameter(torch.ones(config.d_model))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+def rms_norm(config):
+    """y = gain * x / sqrt(mean(x^2) + eps), the mean over the last dimension (paper III.A)."""
+    return nn.RMSNorm(config.d_model, config.norm_eps)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Mixers: (x (B, T, C), rotary tables, past) -> (B, T, C); the only parts that look at other tokens.
-# `name` tells the memories of the layers apart.
+# Mixers: x (B, T, C), rotary tables, past -> (B, T, C); the only parts that look at other tokens. `name`
+# tells the memories of the layers apart.
 
 
 class Attention(nn.Module):
-    """Plain causal attention with rotary positions, the baseline:
+    """Plain causal attention with rotary positions, the baseline. Head h of token t:
 
-        y_t = W_o [sum_s softmax_s(q_t . k_s / sqrt(D)) v_s]_heads,   s <= t
+        sum over s <= t of softmax_s(q_t . k_s / sqrt(D)) v_s,    and W_out joins the heads
     """
 
     def __init__(self, config, name):
         super().__init__()
-        self.name, self.d_head = name, config.d_head
-        self.sizes = [n * config.d_head for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        self.name, self.d_head = name, config.head_width
+        self.sizes = [n * self.d_head for n in (config.n_head, config.kv_heads, config.kv_heads)]
         self.qkv = nn.Linear(config.d_model, sum(self.sizes), bias=False)  # W_q, W_k, W_v in one product
         self.out = nn.Linear(self.sizes[0], config.d_model, bias=False)
 
@@ -270,20 +260,21 @@ class Attention(nn.Module):
 class GatedSpiralAttention(Attention):
     """Gated Spiral Attention (paper III.C): head h multiplies all scores of token t by one gate g_t^h.
 
-        c_t = 1/(t+1) sum_{s<=t} 1/H sum_h q_s^h                  running mean of the head-mean query
-        g_t = sigmoid(W_2 SiLU(W_1 c_t) + b_2)                    in (0, 1)^H
-        head h: softmax_s(g_t^h q_t^h . k_s^h / sqrt(D)) v_s^h,   s <= t
+        c_t = 1/(t+1) sum_{s<=t} 1/H sum_h q_s^h               running mean of the head-mean query
+        g_t = sigmoid(W_2 SiLU(W_1 c_t) + b_2)                 in (0, 1), one for each head
+        head h: sum over s <= t of softmax_s(g_t^h q_t^h . k_s^h / sqrt(D)) v_s^h
 
-    The gate scales a whole row of scores, and g (q . k) = (g q) . k: it is folded into the query, and the
-    fused kernels apply (the published code gives them up). A gate of 0 does not silence its head, as the
-    paper has it: all scores become equal, and the head returns the plain mean of the values so far.
+    A gate is an inverse temperature that the text so far decides: near 1 the head attends as usual, near 0 it
+    returns the plain mean of the values so far. (It does not fall silent, as the paper has it.) A sum and a
+    count are enough to go on from, so decoding has the same gates as training. And since g scales a whole row
+    of scores, g (q . k) = (g q) . k: folded into the query, it leaves the fused kernels usable.
     """
 
     def __init__(self, config, name):
         super().__init__(config, name)
         self.after_rotary = config.gate_after_rotary
         self.gate = nn.Sequential(
-            nn.Linear(config.d_head, config.n_head, bias=False),  # W_1
+            nn.Linear(self.d_head, config.n_head, bias=False),  # W_1
             nn.SiLU(),
             nn.Linear(config.n_head, config.n_head),  # W_2, b_2
             nn.Sigmoid(),
@@ -291,60 +282,56 @@ class GatedSpiralAttention(Attention):
 
     def forward(self, x, rotary, past):
         q, k, v = self.project(x)
-        content = q  # before rotation the gate sees what the tokens are, not where they stand
-        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        turned, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.gate is not None:
-            source = q if self.after_rotary else content
+            source = turned if self.after_rotary else q  # q: what the tokens are, not where they stand
             c = running_mean(past, self.name + ".query", source.mean(dim=1))  # (B, H, T, D) -> (B, T, D)
             g = self.gate(c.type_as(x))  # (B, T, D) -> (B, T, H)
-            q = q * g.transpose(1, 2)[..., None]  # g: (B, T, H) -> (B, H, T, 1)
-        return self.attend(q, k, v, past)
+            turned = turned * g.transpose(1, 2)[..., None]  # g as (B, H, T, 1)
+        return self.attend(turned, k, v, past)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Feed-forwards: (B, T, C) -> (B, T, C), each token by itself. Matrices that read the same x are one product.
+# Feed-forwards: (B, T, C) -> (B, T, C), each token by itself.
 
 
-class Butterfly(nn.Module):
-    """Butterfly feed-forward (paper III.D): y = W_down (SiLU(a) * b + c), with a, b, c = W_a x, W_b x, W_c x.
-
-    c is the bypass, a linear path through the block. 4 C F parameters.
-    """
+class FeedForward(nn.Module):
+    """y = W_down inner(a, b, ...), where a, b, ... = W_a x, W_b x, ..., each F wide, are one product."""
 
     def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(config.d_model, 3 * config.d_ff, bias=False)
+        self.up = nn.Linear(config.d_model, self.inputs * config.d_ff, bias=False)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x):
-        a, b, bypass = self.up(x).chunk(3, dim=-1)  # (B, T, 3F) -> 3 x (B, T, F)
-        return self.down(F.silu(a) * b + bypass)
+        return self.down(self.inner(*self.up(x).chunk(self.inputs, dim=-1)))
 
 
-class SwiGLU(nn.Module):
-    """Gated linear unit (Shazeer, arXiv:2002.05202): y = W_down (SiLU(W_a x) * W_b x). 3 C F parameters, so
-    F of 4/3 the size equals a butterfly."""
+class Butterfly(FeedForward):
+    """W_down (SiLU(a) * b + bypass) (paper III.D): a product and a linear path. 4 C F parameters."""
 
-    def __init__(self, config):
-        super().__init__()
-        self.up = nn.Linear(config.d_model, 2 * config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+    inputs = 3
 
-    def forward(self, x):
-        a, b = self.up(x).chunk(2, dim=-1)  # (B, T, 2F) -> 2 x (B, T, F)
-        return self.down(F.silu(a) * b)
+    def inner(self, a, b, bypass):
+        return F.silu(a) * b + bypass
 
 
-class GELU(nn.Module):
-    """The feed-forward of GPT-2, without biases: y = W_down GELU(W_up x). 2 C F parameters."""
+class SwiGLU(FeedForward):
+    """W_down (SiLU(a) * b) (Shazeer, arXiv:2002.05202). 3 C F parameters: a butterfly's, at 4/3 of its F."""
 
-    def __init__(self, config):
-        super().__init__()
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+    inputs = 2
 
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
+    def inner(self, a, b):
+        return F.silu(a) * b
+
+
+class GELU(FeedForward):
+    """W_down GELU(a), the feed-forward of GPT-2 without biases. 2 C F parameters."""
+
+    inputs = 1
+
+    def inner(self, a):
+        return F.gelu(a)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -369,7 +356,7 @@ class PreNormBlock(nn.Module):
 # A new part is one class (or function) and one line here: then a config can ask for it by name.
 PARTS = {
     "position": {"spiral": spiral_rotary},
-    "norm": {"rms": RMSNorm},
+    "norm": {"rms": rms_norm},
     "mixer": {"gated_spiral": GatedSpiralAttention, "attention": Attention},
     "ffn": {"butterfly": Butterfly, "swiglu": SwiGLU, "gelu": GELU},
     "block": {"prenorm": PreNormBlock},
@@ -381,16 +368,16 @@ PARTS = {
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token id a row from logits (B, V) -> (B, 1).
+    """Draw one token id for each row of logits (B, V) -> (B, 1).
 
-    temperature 0 takes the likeliest. top_k keeps exactly k tokens, ties or not (0: all). top_p keeps the
-    likeliest tokens up to and including the one at which their probability reaches p.
+    temperature 0 takes the likeliest. top_k keeps exactly k tokens, ties or not (0 or None: all). top_p, in
+    (0, 1], keeps the likeliest tokens up to and including the one at which their probabilities add up to p.
     """
-    if temperature == 0:
+    if temperature < 1e-6:
         return logits.argmax(dim=-1, keepdim=True)
     V = logits.size(-1)
-    logits, ids = wide(logits).topk(min(top_k or V, V))  # (B, k), likeliest first
-    probs = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)  # at most 0: no temperature overflows
+    logits, ids = wide(logits).topk(min(top_k or V, V))  # (B, V) -> (B, k), likeliest first
+    probs = (logits / temperature).softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     probs = probs.masked_fill(mass_before >= top_p, 0) if top_p < 1 else probs
     return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
@@ -420,7 +407,7 @@ class LanguageModel(nn.Module):
     def rotary(self, start, T):
         """Tables (T, D/2) for positions start .. start + T - 1, in float32, or float64 in a float64 model.
 
-        Angles are large and must not be rounded, so they are computed in float64 where the device has it.
+        Angles are large and must not be rounded: they are computed in float64, where the device has it.
         """
         weight = self.embedding.weight
         exact = torch.float32 if weight.device.type == "mps" else torch.float64
@@ -435,9 +422,10 @@ class LanguageModel(nn.Module):
         targets (B, T): the token after each; -100 is ignored; nothing is shifted here. With a cache, idx goes
         on where the last call stopped. ValueError when the context is exceeded.
         """
-        T, past = idx.size(1), NoCache() if cache is None else cache
-        if not 1 <= T <= self.config.context - past.length:
-            raise ValueError(f"{T} tokens after {past.length} do not fit a context of {self.config.context}.")
+        T, past = idx.size(1), cache or NoCache()
+        limit = min(self.config.context, past.capacity)
+        if not 1 <= T <= limit - past.length:
+            raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
         rotary = self.rotary(past.length, T)
         x = self.embedding(idx)  # (B, T) -> (B, T, C)
         for block in self.blocks:
@@ -445,23 +433,24 @@ class LanguageModel(nn.Module):
                 x = checkpoint(block, x, rotary, past, use_reentrant=False)
             else:
                 x = block(x, rotary, past)
-        past.advance(idx)
         x = self.norm(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
+        past.advance(idx)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return logits, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())  # ignores -100
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_ids=None,
                  cache=None):
         """Continue idx (B, T): a generator that yields one column of new ids (B, 1) at a time.
 
-        Only the ids below n_ids are drawn (None: all). Pass a cache to go on from an earlier call: idx is
-        then what the cache has not seen, beginning with the last id that was drawn. What does not fit the
-        context, be it a long prompt or a long story, is cut to its last half window, which is read anew.
+        Only ids below n_ids are drawn (None: all): a model may have more rows than its tokenizer has tokens.
+        Pass a cache to go on from an earlier call; idx is then what the cache has not seen, beginning with
+        the last id that was drawn. What does not fit the context, be it a long prompt or a long story, is cut
+        to its last half window, which is read anew: a full window at each step would be slow.
         """
-        cache = Cache(self.config.context) if cache is None else cache
+        cache = cache or Cache(self.config.context)
         for _ in range(max_new_tokens):
             if cache.length + idx.size(1) > self.config.context:
                 seen = idx if cache.tokens is None else torch.cat([cache.tokens, idx], dim=1)
@@ -472,29 +461,30 @@ class LanguageModel(nn.Module):
             yield idx
 
     def budget(self, length=None, dtype=torch.float32):
-        """What the model costs, counted on a copy without storage (the "meta" device), not from formulas:
+        """What the model costs, exactly:
 
         parameters       by component, layers added up; their sum is the model's size
         cache_bytes      rows that one sequence of `length` tokens keeps (default: the context), in `dtype`
         state_bytes      running sums that it keeps, whatever the length
-        flops_per_token  to decode the last of `length` tokens: 2 per multiply-add of every matrix product
+        flops_per_token  to decode the last of `length` tokens: 2 for each multiply-add of the matrix products
+
+        All but the first are read off a copy that has shapes and no contents (PyTorch's "meta" device) and
+        decodes one token: no formula can be out of date.
         """
-        from torch.utils.flop_counter import FlopCounterMode
+        from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
 
         parameters = {}
         for name, p in self.named_parameters():  # "blocks.0.mixer.qkv.weight" -> "mixer.qkv"
             component = ".".join(s for s in name.split(".")[:-1] if s != "blocks" and not s.isdigit())
             parameters[component] = parameters.get(component, 0) + p.numel()
         length = length or self.config.context
-        with torch.device("meta"):
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
             model, cache = LanguageModel(self.config).to(dtype), Cache(length)
-            if length > 1:
-                model(torch.zeros(1, length - 1, dtype=torch.long), cache=cache)
-            with FlopCounterMode(display=False) as counter:
-                model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+            cache.length = length - 1
+            model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
         return {
             "parameters": parameters,
-            "cache_bytes": sum(x.numel() * x.element_size() for x in cache.rows.values()),
-            "state_bytes": sum(x.numel() * x.element_size() for x in cache.sums.values()),
+            "cache_bytes": sum(x.nbytes for x in cache.rows.values()),
+            "state_bytes": sum(x.nbytes for x in cache.sums.values()),
             "flops_per_token": counter.get_total_flops(),
         }

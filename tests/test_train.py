@@ -275,7 +275,7 @@ def test_a_nan_stops_the_run_and_replaces_nothing(here, monkeypatch):
     monkeypatch.setattr(train, "evaluate", lambda *_: (math.nan, math.nan))
     assert "validation loss is nan after 6 steps" in run(monkeypatch, "--max_steps=6", "--resume")
     bad = load()
-    bad["model"]["norm.gain"][3] = math.inf
+    bad["model"]["norm.weight"][3] = math.inf
     with pytest.raises(ValueError, match="not written"):
         train.save_checkpoint(bad, Path("out/run/ckpt.pt"))
     assert Path("out/run/ckpt.pt").read_bytes() == good
@@ -373,7 +373,7 @@ def test_files_that_are_no_checkpoints_are_refused_and_run_nothing(here, monkeyp
 
 def test_a_checkpoint_of_another_model_file_is_refused(here, monkeypatch):
     assert run(monkeypatch, "--max_steps=0") is None
-    for spoil in (lambda c: c["model_config"].update(wings=2), lambda c: c["model"].pop("norm.gain"),
+    for spoil in (lambda c: c["model_config"].update(wings=2), lambda c: c["model"].pop("norm.weight"),
                   lambda c: c["model_config"].update(n_layer=7)):
         checkpoint = load()
         spoil(checkpoint)
