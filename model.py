@@ -64,12 +64,14 @@ class ModelConfig:
     norm: str = "rms"  # normalisation: rms
     norm_eps: float = 1e-6  # added to the mean square before its root
     block: str = "prenorm"  # how a layer is put together: prenorm
+    embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
     def __post_init__(self):
         for name, parts in PARTS.items():  # the table of parts, below
             if getattr(self, name) not in parts:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choices: {', '.join(parts)}.")
-        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "norm_eps")
+        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "norm_eps",
+                    "embedding_std")
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
@@ -396,11 +398,11 @@ class LanguageModel(nn.Module):
         self.norm = PARTS["norm"][config.norm](config)
         self.apply(self.init_weights)
 
-    @staticmethod
-    def init_weights(module):
+    def init_weights(self, module):
         """As published: a normal of deviation 0.02 cut at two deviations; biases 0. Gates start near 1/2."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+            std = self.config.embedding_std if isinstance(module, nn.Embedding) else 0.02
+            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
