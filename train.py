@@ -468,7 +468,8 @@ def describe(config, model, meta, device, dtype, n_val):
         print(f"    {name:<16}{size:>13,}{size / n:>8.1%}")
     print(f"decoding    {budget['cache_bytes']:,} bytes of keys and values at {context} tokens and "
           f"{budget['state_bytes']:,} of running sums; {budget['flops_per_token'] / 1e6:.1f} MFLOP a token")
-    print(f"first loss  about ln {model.config.vocab_size} = {math.log(model.config.vocab_size):.3f}\n")
+    more = " (more with a large embedding_std)" * (model.config.embedding_std > 0.02)
+    print(f"first loss  about ln {model.config.vocab_size} = {math.log(model.config.vocab_size):.3f}{more}\n")
 
 
 def report(row, meta, n_val):
