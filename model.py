@@ -381,6 +381,7 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits, ids = wide(logits).topk(min(top_k or V, V))  # (B, V) -> (B, k), likeliest first
     probs = (logits / temperature).softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
+    mass_before[:, 0] = 0  # exactly, so that one token always stays
     probs = probs.masked_fill(mass_before >= top_p, 0) if top_p < 1 else probs
     return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
 

@@ -390,6 +390,7 @@ def arguments(argv):
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")
     cores = min(os.cpu_count() or 1, 32)
     option("--workers", type=int, metavar="N", default=cores, help="processes (default: %(default)s)")
+    parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args(argv)
 
     need(args.name is not None or not args.input, "Text of your own needs a --name for its folder.")

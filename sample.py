@@ -32,12 +32,14 @@ def parse_arguments():
     parser.add_argument("--no_stop", action="store_true", help="go on after the end of a document")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args()
     for wrong, sentence in [
         (args.num_samples < 1, "--num_samples must be at least 1."),
         (args.max_new_tokens < 0, "--max_new_tokens must not be negative."),
         (not 0 <= args.temperature < float("inf"), "--temperature must be 0 or more."),
         (args.top_k < 0, "--top_k must be 0 (off) or more."),
+        (not 0 <= args.seed < 2**63, "--seed must lie between 0 and 2**63 - 1."),
         (not 0 < args.top_p <= 1, "--top_p must be above 0 and at most 1."),
     ]:
         if wrong:
@@ -61,7 +63,9 @@ def read_prompt(args):
     try:
         if args.prompt_file is not None:
             return args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n")
-        return "" if sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
+        if sys.stdin is None or sys.stdin.isatty():
+            return ""
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
@@ -81,6 +85,8 @@ class Writer:
         checkpoint = load_checkpoint(args.checkpoint or newest_checkpoint())
         self.tokenizer = tokenizers.parse(checkpoint["tokenizer"])
         self.model = load_model(checkpoint).to(device, dtype).eval()
+        if self.tokenizer.vocab_size > self.model.config.vocab_size:
+            raise ValueError("the checkpoint's tokenizer has more tokens than its model.")
         self.cache = Cache(self.model.config.context)
         self.generator = torch.Generator(device).manual_seed(args.seed)
         self.n_tokens, self.seconds = 0, 0.0
@@ -124,7 +130,8 @@ def chat(writer):
 
 
 def main():
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if sys.stdout:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         args = parse_arguments()
         prompt = "" if args.chat else read_prompt(args)
@@ -135,8 +142,8 @@ def main():
             ids = writer.tokenizer.encode(prompt) or [writer.tokenizer.end_of_text]
             context = writer.model.config.context
             if len(ids) > context:
-                print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model sees its "
-                      f"last {context // 2} tokens]", file=sys.stderr)
+                print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "
+                      f"sees the last {context // 2}]", file=sys.stderr)
             for n in range(args.num_samples):
                 print("---\n" * (n > 0), end="")
                 print(prompt, end="", flush=True)
@@ -145,7 +152,7 @@ def main():
         speed = writer.n_tokens / max(writer.seconds, 1e-9)
         print(f"[{writer.n_tokens} tokens, {speed:.0f} tokens/s]", file=sys.stderr)
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit has nothing to flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

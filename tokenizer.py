@@ -251,7 +251,8 @@ def parse(json_text):
         file = json.loads(json_text)
         _need(file["model"]["type"] == "BPE", f"Only BPE can be read, not {file['model']['type']}.")
         return _parse_bpe(file, file["model"])
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, regex.error) as error:
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, MemoryError,
+            regex.error) as error:
         raise ValueError(f"This is not a sound tokenizer.json: {type(error).__name__} {error}.") from None
 
 
@@ -310,27 +311,35 @@ def _check_merges(vocab, merges):
         made[pair], parts[new], newest = new, pair, new
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Shows how a tokenizer cuts a text into tokens.")
-    parser.add_argument("tokenizer", help="a tokenizer.json")
-    parser.add_argument("text")
-    args = parser.parse_args()
-    try:
-        tokenizer = load(args.tokenizer)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    ids = tokenizer.encode(args.text)
+def show(tokenizer, text):
+    """Prints the pieces of a text, their ids and their number."""
+    ids = tokenizer.encode(text)
     tokens = [tokenizer.token_bytes(id) for id in ids]
     # Control characters, and bytes that are part of a character, are shown as Python writes them: \n, \xe2.
     pieces = ["".join(char if char.isprintable() else ascii(char)[1:-1]
                       for char in token.decode("utf-8", errors="backslashreplace")) for token in tokens]
-    sys.stdout.reconfigure(encoding="utf-8")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if colour:  # black on light backgrounds: readable on any terminal
         pieces = [f"\x1b[30;48;5;{(153, 229, 157, 225)[i % 4]}m{s}\x1b[0m" for i, s in enumerate(pieces)]
     print(*pieces, sep="" if colour else "|")
     print(*ids)
     print(f"{len(ids)} tokens, {len(b''.join(tokens)) / max(1, len(ids)):.2f} bytes per token")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Shows how a tokenizer cuts a text into tokens.")
+    parser.add_argument("tokenizer", help="a tokenizer.json")
+    parser.add_argument("text")
+    parser.error = lambda message: sys.exit(f"error: {message}")
+    args = parser.parse_args()
+    try:
+        sys.stdout.reconfigure(encoding="utf-8")
+        show(load(args.tokenizer), args.text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+import zipfile
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
 
 import numpy as np
 import torch
@@ -77,7 +80,10 @@ class TrainConfig:
             "grad_clip and adam_eps must be above 0": not (self.grad_clip > 0 and self.adam_eps > 0),
             "weight_decay, eval_tokens and sample_tokens must not be negative":
                 min(self.weight_decay, self.eval_tokens, self.sample_tokens) < 0,
-            "seed must not be negative": self.seed < 0,
+            "seed must lie between 0 and 2**63 - 1": not 0 <= self.seed < 2**63,
+            "out is the name of one folder, under out/": self.out == ".." or self.out != Path(self.out).name,
+            "data is the name of one folder, under data/":
+                self.data in ("", "..") or self.data != Path(self.data).name,
             "compile is one of auto, on, off": self.compile not in ("auto", "on", "off"),
             "resume and init_from exclude each other": self.resume and bool(self.init_from),
         }
@@ -100,8 +106,10 @@ def choose_device(device, dtype):
     if device == "auto":
         device = next(name for name in present if present[name])
     kind = device.split(":")[0]
-    if kind not in present:
-        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.")
+    try:
+        torch.device(device), present[kind]
+    except (RuntimeError, KeyError):
+        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.") from None
     if not present[kind]:
         raise ValueError(f"this machine has no {kind} device that PyTorch can use; try device=cpu.")
     new_gpu = kind == "cuda" and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
@@ -130,30 +138,35 @@ def open_data(name, model_config):
         prepare.storybook(vocab_size=model_config.vocab_size)
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        text = (folder / "tokenizer.json").read_bytes()
-        sizes = {split: meta[split]["tokens"] for split in ("train", "val")}
+        meta["tokenizer"] = (folder / "tokenizer.json").read_bytes().decode("utf-8")
+        same = hashlib.sha256(meta["tokenizer"].encode("utf-8")).hexdigest() == meta["tokenizer_sha256"]
+        sizes = {split: int(meta[split]["tokens"]) for split in ("train", "val")}
         found = {split: (folder / f"{split}.bin").stat().st_size for split in sizes}
+        readable = meta["format"] == 1
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"there is no data in {folder}: python prepare.py --name {name} makes it "
                          f"(see python prepare.py --help).") from None
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{folder}/meta.json is damaged: remove {folder} and make it anew.") from None
-    if hashlib.sha256(text).hexdigest() != meta["tokenizer_sha256"]:
+    except (KeyError, TypeError, ValueError, RecursionError):
+        readable = False
+    if not readable:
+        raise ValueError(f"{folder} is damaged, or of another version: remove it and make it anew.")
+    if not same:
         raise ValueError(f"{folder}/tokenizer.json is not the one that the data was made with.")
-    for split, tokens in sizes.items():
-        if found[split] != 2 * tokens:
-            raise ValueError(f"{folder}/{split}.bin has {found[split]} bytes; meta.json says 2 x {tokens}.")
-    meta["tokenizer"] = text.decode("utf-8")
     tokenizer = tokenizers.parse(meta["tokenizer"])
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
                          f"vocab_size={model_config.vocab_size}.")
-    needed = {"train": model_config.context + 1, "val": 1}
-    for split, tokens in sizes.items():
-        if tokens < needed[split]:
-            raise ValueError(f"{folder}/{split}.bin has {tokens} tokens, but at least {needed[split]} are "
+    for split, needed in (("train", model_config.context + 1), ("val", 1)):
+        tokens = sizes[split]
+        if found[split] != 2 * tokens:
+            raise ValueError(f"{folder}/{split}.bin has {found[split]} bytes; meta.json says 2 x {tokens}.")
+        if tokens < needed:
+            raise ValueError(f"{folder}/{split}.bin has {tokens} tokens, but at least {needed} are "
                              f"needed with context={model_config.context}.")
-    return [np.memmap(folder / f"{s}.bin", dtype="<u2", mode="r") for s in sizes], tokenizer, meta
+    splits = [np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in sizes]
+    if max(ids.max() for ids in splits) >= tokenizer.vocab_size:
+        raise ValueError(f"the data in {folder} has ids that its tokenizer does not know.")
+    return splits, tokenizer, meta
 
 
 def get_batch(ids, step, config, context):
@@ -169,7 +182,8 @@ def validation_batches(ids, end_of_text, context, batch_size):
     stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
     inputs, targets = stream[:-1], stream[1:]
     whole = len(ids) // context * context  # tokens in full windows; the last, shorter one goes alone
-    yield from zip(*(part[:whole].view(-1, context).split(batch_size) for part in (inputs, targets)))
+    if whole:
+        yield from zip(*(part[:whole].view(-1, context).split(batch_size) for part in (inputs, targets)))
     if whole < len(ids):
         yield inputs[None, whole:], targets[None, whole:]
 
@@ -224,7 +238,7 @@ def save_checkpoint(checkpoint, path):
     """Write beside `path`, flush to disk, rename: whatever happens, `path` is the old file or the new one."""
     if not all(torch.isfinite(w).all() for w in checkpoint["model"].values()):
         raise ValueError(f"the weights are no longer finite: {path} was not written.")
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
@@ -239,29 +253,55 @@ def save_checkpoint(checkpoint, path):
 
 def load_checkpoint(path):
     """Read a checkpoint onto the CPU, or ValueError in a sentence. Runs no code from the file."""
+    needed = {"format": int, "step": int, "best_val_loss": float, "model": dict, "optimizer": dict,
+              "scaler": dict, "model_config": dict, "train_config": dict, "tokenizer": str}
     try:
+        with zipfile.ZipFile(path) as file:
+            whole = file.testzip() is None  # PyTorch does not look at the checksums
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"format", "model", "model_config", "train_config", "step", "tokenizer"} - set(checkpoint)
+        whole = whole and all(isinstance(checkpoint[name], kind) for name, kind in needed.items())
+        whole = whole and checkpoint["format"] == 1 and checkpoint["step"] >= 0
     except FileNotFoundError:
         raise ValueError(f"there is no checkpoint {path}.") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}.") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError):
-        raise ValueError(f"cannot read {path}: it is damaged, or no checkpoint of this project.") from None
-    if missing or checkpoint["format"] != 1:
-        raise ValueError(f"{path} is not a checkpoint of this project.")
+    except Exception:  # a damaged file can end in any of a dozen errors
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged, or no checkpoint of this project.")
     return checkpoint
 
 
 def load_model(checkpoint):
     """The model of a checkpoint, float32, on the CPU."""
+    known, weights = {field.name: field for field in fields(ModelConfig)}, checkpoint["model"]
     try:
-        model = LanguageModel(ModelConfig(**checkpoint["model_config"]))
-        model.load_state_dict(checkpoint["model"])
-    except (TypeError, RuntimeError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
+        given = {name: settings.check(name, settings.find(name, known).type, value)
+                 for name, value in checkpoint["model_config"].items()}
+        config = ModelConfig(**given)
+        if config.n_layer > len(weights) or not all(torch.isfinite(w).all() for w in weights.values()):
+            raise ValueError("weights are missing, or not finite")
+        with torch.device("meta"):  # shapes only: nothing is allocated before it is known to fit
+            model = LanguageModel(config)
+        model.load_state_dict(weights, assign=True)
+        return model.float()
+    except (TypeError, RuntimeError, AttributeError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".:")
         raise ValueError(f"the checkpoint does not fit this model.py: {reason}.") from None
-    return model
+
+
+def load_optimizer(optimizer, state):
+    """Put the saved moments of each parameter into the optimizer; the settings stay those of this run."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for i, moments in state["state"].items():
+            for name, x in moments.items():  # the fused kernel trusts these shapes
+                if x.dtype != torch.float32 or x.shape not in (parameters[i].shape, torch.Size([])):
+                    raise ValueError
+        settings_of_this_run = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state["state"], "param_groups": settings_of_this_run})
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise ValueError("the optimizer's state in the checkpoint does not fit the model.") from None
 
 
 def check_same(what, old, new):
@@ -286,7 +326,10 @@ def train(config, model_config):
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
 
     torch.manual_seed(config.seed)
-    model = LanguageModel(model_config)
+    try:
+        model = LanguageModel(model_config)
+    except (RuntimeError, MemoryError):
+        raise ValueError("a model of this size does not fit into this machine's memory.") from None
     source = path if config.resume else config.init_from
     if source:
         old = load_checkpoint(source)
@@ -300,16 +343,18 @@ def train(config, model_config):
     start, best = 0, math.inf
     if config.resume:
         start, best = old["step"], old["best_val_loss"]
-        optimizer.load_state_dict(old["optimizer"])
+        load_optimizer(optimizer, old["optimizer"])
         scaler.load_state_dict(old["scaler"])
         check_resume(config, old, path)
-    else:
-        keep_earlier_run(folder)
     describe(config, model, meta, device, dtype, len(val_ids))
     first_batch = get_batch(train_ids, start, config, model_config.context)
     forward = compile_model(model, config, device, autocast, first_batch)
+    if not config.resume:
+        keep_earlier_run(folder)
+    log = Log(folder / "log.csv", start)
 
     def save(target):
+        log.check_ours()
         save_checkpoint({
             "format": 1, "step": step, "best_val_loss": best, "model": model.state_dict(),
             "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
@@ -319,8 +364,8 @@ def train(config, model_config):
 
     per_step = config.batch_size * model_config.context  # tokens
     losses, norm, clock = [], None, time.perf_counter()  # since the last row of the log
-    with interruptible() as stop, open_log(folder / "log.csv", start) as log, \
-            tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True) as bar:
+    bar = tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True)
+    with interruptible() as stop, log.file, bar:
         for step in range(start, config.max_steps + 1):
             # So far `step` steps are done.
             end = stop or step == config.max_steps
@@ -334,19 +379,21 @@ def train(config, model_config):
                 loss, bits = evaluate(model, val_ids, tokenizer, rows_at_once, autocast)
                 check_finite(step, validation_loss=loss)
                 row |= {"val_loss": loss, "bits_per_byte": bits}
-                if loss < best:
-                    best = loss
-                    save(best_path)
+            evaluated = "val_loss" in row
+            if evaluated or (losses and (end or step % config.log_every == 0)):
+                log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
+                losses = []
+            if evaluated and loss < best:
+                best = loss
+                save(best_path)
+            if evaluated or stop:
                 save(path)
+            if evaluated:
                 tqdm.write(report(row, meta, len(val_ids)))
                 tqdm.write(show_sample(model, tokenizer, config) + "\n")
-            elif stop:
-                save(path)
-            if "val_loss" in row or (losses and (end or step % config.log_every == 0)):
-                log.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
-                losses, clock = [], time.perf_counter()
             if end:
                 break
+            clock = clock if losses else time.perf_counter()
 
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
@@ -377,15 +424,17 @@ def train(config, model_config):
 
 @contextlib.contextmanager
 def interruptible():
-    """Yields a list that the first Ctrl-C (or SIGTERM) only appends to; a second one acts at once."""
+    """Yields a list that the first Ctrl-C (or kill) only appends to; a second one acts at once."""
     stop, before = [], {}
 
     def note(number, frame):
         stop.append(number)
         signal.signal(number, before[number])
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, note)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a polite kill, a closed terminal
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            before[number] = signal.signal(number, note)
     try:
         yield stop
     finally:
@@ -412,7 +461,7 @@ def check_resume(config, old, path):
 
 def keep_earlier_run(folder):
     """A new run never overwrites an old one: an earlier folder of the same name gets a number and stays."""
-    if (folder / "ckpt.pt").exists():
+    if folder.exists() and any(folder.iterdir()):
         n = 1
         while (kept := folder.with_name(f"{folder.name}.{n}")).exists():
             n += 1
@@ -440,18 +489,31 @@ def compile_model(model, config, device, autocast, batch):
         model.zero_grad(set_to_none=True)
 
 
-@contextlib.contextmanager
-def open_log(path, start):
-    """Yields a csv writer on log.csv. Rows that a resumed run is going to write again are dropped first."""
-    rows = []
-    if start and path.exists():
-        with open(path, encoding="utf-8", newline="") as file:
-            rows = [r for r in csv.DictReader(file) if r["step"].isdigit() and int(r["step"]) <= start]
-    with open(path, "w", encoding="utf-8", newline="", buffering=1) as file:  # line by line: can be watched
-        log = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore")
-        log.writeheader()
-        log.writerows(rows)
-        yield log
+class Log:
+    """log.csv, a line at a time so that it can be watched."""
+
+    def __init__(self, path, start):
+        rows = []
+        if start and path.exists():  # keep what a resumed run is not going to write again
+            with open(path, encoding="utf-8", errors="replace", newline="") as file:
+                steps = [(row, row.get("step") or "") for row in csv.DictReader(file)]
+                rows = [row for row, step in steps if step.isdigit() and int(step) <= start]
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, path)
+        self.path, self.file = path, open(path, "a", encoding="utf-8", newline="", buffering=1)
+
+    def write(self, row):
+        row = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()}
+        csv.DictWriter(self.file, LOG_COLUMNS).writerow(row)
+
+    def check_ours(self):
+        """ValueError if another run has begun in this folder, which gives the folder a log of its own."""
+        if not self.path.exists() or not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
+            raise ValueError(f"another run has taken over {self.path.parent}: this one stops.")
 
 
 def describe(config, model, meta, device, dtype, n_val):
@@ -498,13 +560,17 @@ def show_sample(model, tokenizer, config):
 
 
 def main():
-    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.stdout:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         file, (config, model_config) = settings.load(sys.argv[1:], TrainConfig, ModelConfig)
         config.out = config.out or (file.stem if file else "nano")
         train(config, model_config)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except (MemoryError, torch.OutOfMemoryError):
+        sys.exit("error: out of memory; try a larger grad_accum or a smaller batch_size.")
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         sys.exit(130)

@@ -99,7 +99,7 @@ def read_file(path, known):
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"; did you mean {path.with_name(close[0])}?" if close else "."
         raise ValueError(f"there is no config file {path}{hint}") from None
-    except (SyntaxError, ValueError, OSError) as error:
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
         raise ValueError(f"cannot read the config file {path}: {error}") from None
     values = {}
     for node in tree.body:
@@ -113,9 +113,9 @@ def read_file(path, known):
         try:
             field = find(name, known)
             values[name] = check(name, field.type, ast.literal_eval(node.value))
-        except (ValueError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             plain = "a value is a plain number, string, True or False."
-            message = plain if "malformed" in str(error) else error
+            message = error if type(error) is ValueError and "malformed" not in str(error) else plain
             raise ValueError(f"{where}: {message}") from None
     return values
 

@@ -1,7 +1,7 @@
 # Wiola Nano, 12,915,888 parameters, on TinyStories: the published run, as far as its log tells.
 #
-# That run (first TinyStories release, its own 32,000-token tokenizer, one GPU) reports validation losses of 3.01
-# after 1,000 steps, 2.40 after 2,000 and 1.726 at the end. Other data and another tokenizer give other numbers.
+# That run (first TinyStories release, its own 32,000-token tokenizer, one GPU) reports validation losses of
+# 3.01 after 1,000 steps, 2.40 after 2,000 and 1.726 at the end. Other data, other numbers.
 data = "tinystories"  # python prepare.py
 vocab_size = 32000
 context = 512

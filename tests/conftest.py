@@ -4,6 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models here are tiny: threads would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

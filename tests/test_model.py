@@ -85,7 +85,8 @@ def test_grouped_heads_shrink_the_cache():
 
 @pytest.mark.parametrize("changes, word", [
     ({"d_model": 30}, "n_head"), ({"n_kv_head": 3}, "n_kv_head"), ({"d_head": 3}, "d_head"),
-    ({"mixer": "atention"}, "choices: gated_spiral, attention"), ({"ffn": "butterfy"}, "ffn"), ({"position": "x"}, "position"),
+    ({"mixer": "atention"}, "choices: gated_spiral, attention"), ({"ffn": "butterfy"}, "ffn"),
+    ({"position": "x"}, "position"),
     ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "vocab_size"), ({"rope_base": 0.0}, "rope_base"),
     ({"norm_eps": 0.0}, "norm_eps"), ({"n_kv_head": -1}, "n_kv_head"),
 ])

@@ -30,7 +30,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     for path in [*ROOT.glob("*.py"), ROOT / "config"]:
         (folder / path.name).symlink_to(path, target_is_directory=path.is_dir())
-    stories = [f"Once upon a time there was a frog, number {n}. It sang and sang, and was happy." for n in range(200)]
+    stories = [f"Once upon a time there was a frog, number {n}. It sang and was happy." for n in range(200)]
     for name in ("mine.txt", "more.txt"):
         (folder / name).write_text("<|endoftext|>\n".join(stories), encoding="utf-8")
     for name in ("tinystories", "laptop"):
@@ -48,7 +48,8 @@ def run(folder, command):
 
 def test_the_readme_has_its_two_commands():
     assert "pip install -r requirements.txt" in PARTS and "python -m pytest" in PARTS
-    assert "python train.py config/tiny.py" in PARTS and 'python sample.py --prompt "Once upon a time"' in PARTS
+    assert "python train.py config/tiny.py" in PARTS
+    assert 'python sample.py --prompt "Once upon a time"' in PARTS
 
 
 def test_every_command_runs(workplace):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import sample
 import train
 from model import LanguageModel, ModelConfig
 from train import TrainConfig
@@ -111,7 +112,8 @@ def test_learning_rate_is_warm_up_then_cosine():
     ({"warmup": 1.5}, "warmup"), ({"lr": 0.0}, "lr"), ({"min_lr": 1.0}, "min_lr"),
     ({"beta2": 1.0}, "beta2"),
     ({"batch_size": 6, "grad_accum": 4}, "grad_accum"), ({"grad_accum": 0}, "grad_accum"),
-    ({"max_steps": -1}, "max_steps"), ({"eval_every": 0}, "eval_every"), ({"compile": "maybe"}, "compile"), ({"seed": -1}, "seed"),
+    ({"max_steps": -1}, "max_steps"), ({"eval_every": 0}, "eval_every"), ({"compile": "maybe"}, "compile"),
+    ({"seed": -1}, "seed"),
     ({"resume": True, "init_from": "x"}, "exclude"),
 ])
 def test_impossible_settings_are_refused(settings, word):
@@ -159,6 +161,11 @@ def test_evaluation_predicts_every_token_once(small_data, monkeypatch):
         assert loss == pytest.approx(nats / len(ids), rel=1e-5)
         assert bits == pytest.approx(nats / math.log(2) / meta["val"]["bytes"], rel=1e-5)
     assert train.evaluate(model, ids, tokenizer, 4, off) == train.evaluate(model, ids, tokenizer, 4, off)
+
+
+def test_a_split_shorter_than_the_context_is_evaluated(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=1", "--eval_tokens=7") is None
+    assert math.isfinite(load()["best_val_loss"])
 
 
 def test_accumulated_gradients_are_those_of_the_full_batch(here, monkeypatch):
@@ -246,6 +253,23 @@ def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
     assert "out/run.2" in capsys.readouterr().out.replace("\\", "/")
 
 
+def test_best_alone_is_kept_too(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=1") is None
+    Path("out/run/ckpt.pt").unlink()
+    assert run(monkeypatch, "--max_steps=2") is None
+    assert load("out/run.1/best.pt")["step"] == 1
+
+
+def test_a_run_whose_folder_was_taken_over_stops(here, monkeypatch):
+    """Guards against two runs that write into one folder by turns."""
+    process = start("--max_steps=100000", "--eval_every=20", "--eval_tokens=16", "--sample_tokens=0")
+    wait_for(Path("out/run/ckpt.pt").exists)
+    assert run(monkeypatch, "--max_steps=1") is None
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "another run has taken over" in err and "Traceback" not in err
+    assert load()["step"] == 1 and load("out/run.1/ckpt.pt")["step"] >= 0
+
+
 def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
     assert run(monkeypatch, "--max_steps=3") is None
     assert run(monkeypatch, "--max_steps=0", "--init_from=out/run/ckpt.pt", "--out=second") is None
@@ -265,6 +289,9 @@ def test_resume_says_what_changed_and_refuses_another_model(here, monkeypatch, c
     assert run(monkeypatch, "--resume", "--max_steps=4", "--lr=0.005") is None
     assert "max_steps=4" in (out := capsys.readouterr().out) and "lr=0.005" in out
     assert load()["step"] == 4
+    assert run(monkeypatch, "--resume", "--max_steps=5", "--weight_decay=0.7", "--beta2=0.9") is None
+    decayed = load()["optimizer"]["param_groups"][0]
+    assert decayed["weight_decay"] == 0.7 and decayed["betas"] == (0.9, 0.9)  # said, and done
 
 
 def test_a_nan_stops_the_run_and_replaces_nothing(here, monkeypatch):
@@ -369,6 +396,32 @@ def test_files_that_are_no_checkpoints_are_refused_and_run_nothing(here, monkeyp
     with pytest.raises(ValueError, match="cannot read"):
         load("data")
     assert not Path("owned").exists()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1  # one bit, in some weight
+    Path("flipped.pt").write_bytes(flipped)
+    with pytest.raises(ValueError, match="damaged"):
+        load("flipped.pt")
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),  # would crash the fused kernel
+    lambda c: c["optimizer"]["state"][0].update(exp_avg="x"), lambda c: c["optimizer"].pop("state"),
+    lambda c: c.update(step="3"), lambda c: c.pop("best_val_loss"), lambda c: c.update(model_config=None),
+    lambda c: c["model_config"].update(n_layer=10**7), lambda c: c["model_config"].update(d_model=2**40),
+    lambda c: c["model_config"].update(alpha="x"), lambda c: c.update(tokenizer="{}"),
+])
+def test_a_spoilt_checkpoint_is_one_sentence(here, monkeypatch, spoil):
+    assert run(monkeypatch, "--max_steps=2") is None
+    checkpoint = load()
+    spoil(checkpoint)
+    torch.save(checkpoint, "out/run/ckpt.pt")
+    code = run(monkeypatch, "--max_steps=4", "--resume")
+    assert code.startswith("error: ") and "\n" not in code
+    if "optimizer" in code:
+        return  # the model itself is sound
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--prompt=x", "--max_new_tokens=1"])
+    with pytest.raises(SystemExit, match="error: "):
+        sample.main()
 
 
 def test_a_checkpoint_of_another_model_file_is_refused(here, monkeypatch):
@@ -398,12 +451,20 @@ def test_data_that_does_not_match_is_refused(here, monkeypatch):
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
     assert "tokenizer.json" in run(monkeypatch)
-    (folder / "meta.json").write_text("{}", encoding="utf-8")
-    assert "damaged" in run(monkeypatch)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "val.bin").write_bytes(b"\xff\xff" + val[2:])
+    assert "does not know" in run(monkeypatch)
+    for broken in ({}, [], meta | {"format": 2}, meta | {"train": {"tokens": None}}):
+        (folder / "meta.json").write_text(json.dumps(broken), encoding="utf-8")
+        assert "damaged" in run(monkeypatch)
     assert not Path("out").exists()
 
 
 def test_a_user_error_is_one_line_and_exit_code_1(here, monkeypatch):
+    for out in (".", "..", "a/b", "/tmp/x"):
+        assert "one folder" in run(monkeypatch, f"--out={out}")
+    assert "memory" in run(monkeypatch, "--d_model=1099511627776")
+    assert "seed" in run(monkeypatch, "--seed=1e30")
     for process in [start("--max_step=3"), start("--data=nowhere")]:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 1 and err.startswith("error: ") and err.count("\n") == 1, err
