@@ -377,12 +377,15 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """
     if temperature < 1e-6:
         return logits.argmax(dim=-1, keepdim=True)
+    logits = wide(logits) / temperature
+    if not top_k and top_p >= 1:
+        return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)  # sorting would cost more
     V = logits.size(-1)
-    logits, ids = wide(logits).topk(min(top_k or V, V))  # (B, V) -> (B, k), likeliest first
-    probs = (logits / temperature).softmax(dim=-1)
+    logits, ids = logits.topk(min(top_k or V, V))  # (B, V) -> (B, k), likeliest first
+    probs = logits.softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     mass_before[:, 0] = 0  # exactly, so that one token always stays
-    probs = probs.masked_fill(mass_before >= top_p, 0) if top_p < 1 else probs
+    probs = probs.masked_fill(mass_before >= top_p, 0)
     return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
 
