@@ -8,8 +8,8 @@ n_head = 8
 d_ff = 256
 
 # Names and colours are interchangeable in these stories. From a small start their embeddings grow into one
-# and the same vector before attention has learned to copy them, and then it does not learn it: with the
-# published 0.02 this run ends with names still guessed at random. Large initial vectors stay apart.
+# and the same vector before attention has learned to copy them, and then it does not: with the published
+# 0.02 this run ends at a loss of 0.53, not 0.38, its names still guessed. Large initial vectors stay apart.
 embedding_std = 0.3
 
 max_steps = 1200

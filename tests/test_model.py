@@ -252,6 +252,14 @@ def test_alpha_0_is_standard_rotary():
     assert (spiral - standard).abs().max() > 0.1
 
 
+def test_the_spiral_speeds_up_the_slow_pairs_most():
+    """The paper's words say the fast ones; its formula, and the published code, do this."""
+    angle = [torch.atan2(*reversed(make(alpha=a, d_head=32).rotary(1, 1)))[0] for a in (0.05, 0.0)]
+    boost = angle[0] / angle[1]  # of the pairs from fast to slow
+    assert torch.equal(boost, boost.sort().values)
+    assert abs(boost[0] - 1.0125) < 1e-9 and abs(boost[-1] - 1.05) < 1e-9
+
+
 def test_rotary_keeps_length_and_depends_on_the_offset_alone():
     model, generator = make(d_head=8), torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=generator)
