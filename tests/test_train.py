@@ -174,6 +174,9 @@ def test_accumulated_gradients_are_those_of_the_full_batch(here, monkeypatch):
     whole, *others = (load(f"out/parts{n}/ckpt.pt")["model"] for n in (1, 2, 4))
     for other in others:
         assert all(torch.allclose(whole[name], other[name], atol=1e-5) for name in whole)
+    norms = [[float(row["grad_norm"]) for row in log_rows(f"out/parts{n}/log.csv")[1:]] for n in (1, 2, 4)]
+    for other in norms[1:]:  # AdamW and clipping would hide gradients that are all four times too large
+        assert other == pytest.approx(norms[0], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------- runs, resuming
