@@ -26,7 +26,8 @@ def write_checkpoint(path, **changes):
     config = {"vocab_size": 300, "context": 32, "n_layer": 1, "d_model": 16, "n_head": 2, "d_ff": 24}
     model = LanguageModel(ModelConfig(**(config | changes)))
     with torch.no_grad():
-        model.embedding.weight *= 30  # a model with opinions
+        for p in model.parameters():
+            p *= 20 if p.dim() == 2 else 1  # a model with opinions, on what it reads and on what it has read
     path.parent.mkdir(parents=True, exist_ok=True)
     train.save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
                            "train_config": {}, "tokenizer": tokenizer.to_json(), "step": 0, "optimizer": {},
@@ -85,6 +86,8 @@ def test_several_samples_are_independent_and_begin_with_the_prompt(here, run):
     samples = out.split("---\n")
     assert len(samples) == len(set(samples)) == 3 and all(text.startswith("The") for text in samples)
     assert err.startswith("[60 tokens")
+    first, second = run("--prompt=The", "--num_samples=2", "--temperature=0", "--no_stop")[1].split("---\n")
+    assert first == second  # no sample remembers the one before
 
 
 def test_prompts_from_files_and_pipes(here, run):
