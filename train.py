@@ -567,6 +567,8 @@ def main():
         file, (config, model_config) = settings.load(sys.argv[1:], TrainConfig, ModelConfig)
         config.out = config.out or (file.stem if file else "nano")
         train(config, model_config)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except (MemoryError, torch.OutOfMemoryError):

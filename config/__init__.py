@@ -64,7 +64,7 @@ def find(name, known, prefix=""):
     """The field called `name`, or a ValueError with the nearest name."""
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {prefix}{close[0]}?" if close else "--help lists all names."
     raise ValueError(f"unknown setting {prefix}{name}; {hint}")
 
