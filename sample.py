@@ -23,9 +23,9 @@ def parse_arguments():
     source.add_argument("--prompt", help="text to continue (default: what is piped in, else a new document)")
     source.add_argument("--prompt_file", type=Path, help="UTF-8 file with the text to continue")
     source.add_argument("--chat", action="store_true", help="read turns from the terminal and answer each")
-    parser.add_argument("--num_samples", type=int, default=1, help="continuations, drawn independently")
-    parser.add_argument("--max_new_tokens", type=int, default=400, help="longest continuation, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--num_samples", type=int, default=1, help="continuations, drawn independently (1)")
+    parser.add_argument("--max_new_tokens", type=int, default=400, help="length of each, in tokens (400)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top_k", type=int, default=0, help="draw among the k likeliest tokens only; 0: all")
     parser.add_argument("--top_p", type=float, default=1.0, help="draw among the likeliest that reach p")
     parser.add_argument("--seed", type=int, default=1337, help="same seed, same text")
@@ -74,7 +74,7 @@ class Writer:
     """A loaded model with its tokenizer and settings; writes to stdout as it decodes."""
 
     def __init__(self, args):
-        import torch
+        import torch  # here, so that --help and misspelt options need not wait for it
 
         import tokenizer as tokenizers
         from model import Cache
@@ -82,7 +82,8 @@ class Writer:
 
         self.args, self.torch, self.StreamDecoder = args, torch, tokenizers.StreamDecoder
         device, dtype = choose_device(args.device, args.dtype)
-        checkpoint = load_checkpoint(args.checkpoint or newest_checkpoint())
+        self.path = args.checkpoint or newest_checkpoint()
+        checkpoint = load_checkpoint(self.path)
         self.tokenizer = tokenizers.parse(checkpoint["tokenizer"])
         self.model = load_model(checkpoint).to(device, dtype).eval()
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
@@ -126,7 +127,9 @@ def chat(writer):
         turn = encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
         unseen += tokenizer.encode("\n") + turn if unseen else turn
         answer = writer.write(unseen, {end, tokenizer.end_of_text})
-        unseen = answer[-1:] if answer and answer[-1] == end else answer[-1:] + [end]
+        unseen = answer[-1:]  # drawn, but not read yet
+        if unseen != [end]:  # cut off: the turn ends all the same
+            unseen.append(end)
 
 
 def main():
@@ -145,15 +148,18 @@ def main():
                 print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "
                       f"sees the last {context // 2}]", file=sys.stderr)
             for n in range(args.num_samples):
-                print("---\n" * (n > 0), end="")
+                if n:
+                    print("---")
                 print(prompt, end="", flush=True)
                 writer.cache.reset()
                 writer.write(ids, set() if args.no_stop else {writer.tokenizer.end_of_text})
         speed = writer.n_tokens / max(writer.seconds, 1e-9)
-        print(f"[{writer.n_tokens} tokens, {speed:.0f} tokens/s]", file=sys.stderr)
+        print(f"[{writer.n_tokens} tokens, {speed:.0f} tokens/s, {writer.path}]", file=sys.stderr)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"error: {error.filename or 'output'}: {error.strerror}.")
+    except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -107,15 +107,18 @@ def choose_device(device, dtype):
         device = next(name for name in present if present[name])
     kind = device.split(":")[0]
     try:
-        torch.device(device), present[kind]
-    except (RuntimeError, KeyError):
-        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.") from None
+        known = kind in present and torch.device(device)
+    except RuntimeError:  # cuda:x
+        known = False
+    if not known:
+        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.")
     if not present[kind]:
         raise ValueError(f"this machine has no {kind} device that PyTorch can use; try device=cpu.")
     new_gpu = kind == "cuda" and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
     if dtype == "auto":
         dtype = "float32" if kind != "cuda" else "bfloat16" if new_gpu else "float16"
-    allowed = ["float32"] + ["bfloat16"] * (kind == "cpu" or new_gpu) + ["float16"] * (kind == "cuda")
+    allowed = {"cpu": ["float32", "bfloat16"], "mps": ["float32"], "cuda": ["float32", "float16"]}[kind]
+    allowed += ["bfloat16"] if new_gpu else []
     if dtype not in allowed:
         raise ValueError(f"dtype={dtype!r} is not for this {kind} device; choices: {', '.join(allowed)}.")
     return torch.device(device), getattr(torch, dtype)
@@ -308,7 +311,8 @@ def check_same(what, old, new):
     """ValueError, naming the first field, if two configs (dicts) differ."""
     for name in new:
         if old.get(name) != new[name]:
-            raise ValueError(f"{what} has {name}={old.get(name)!r}, this run {new[name]!r}.")
+            raise ValueError(f"{what} has {name}={old.get(name)!r}, this run {new[name]!r}: give it the same "
+                             "model options.")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -355,16 +359,22 @@ def train(config, model_config):
 
     def save(target):
         log.check_ours()
-        save_checkpoint({
+        checkpoint = {
             "format": 1, "step": step, "best_val_loss": best, "model": model.state_dict(),
             "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             "model_config": asdict(model_config), "train_config": asdict(config),
             "tokenizer": meta["tokenizer"],
-        }, target)
+        }
+        try:
+            save_checkpoint(checkpoint, target)
+        except OSError:
+            log.check_ours()  # the folder may have been taken over in between
+            raise
 
     per_step = config.batch_size * model_config.context  # tokens
     losses, norm, clock = [], None, time.perf_counter()  # since the last row of the log
-    bar = tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True)
+    bar = tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True,
+               mininterval=0.1 if sys.stderr.isatty() else 10)  # a log file needs few lines
     with interruptible() as stop, log.file, bar:
         for step in range(start, config.max_steps + 1):
             # So far `step` steps are done.
@@ -374,46 +384,48 @@ def train(config, model_config):
                 speed = len(losses) * per_step / (time.perf_counter() - clock)
                 row |= {"lr": rate, "train_loss": sum(losses) / len(losses), "grad_norm": norm,
                         "tokens_per_second": speed}
-            if (step % config.eval_every == 0 or step == config.max_steps) and (losses or step == 0):
+            evaluating = (step % config.eval_every == 0 or step == config.max_steps) and (losses or step == 0)
+            if evaluating:
                 rows_at_once = config.batch_size // config.grad_accum
                 loss, bits = evaluate(model, val_ids, tokenizer, rows_at_once, autocast)
                 check_finite(step, validation_loss=loss)
                 row |= {"val_loss": loss, "bits_per_byte": bits}
-            evaluated = "val_loss" in row
-            if evaluated or (losses and (end or step % config.log_every == 0)):
+            if evaluating or (losses and (end or step % config.log_every == 0)):
                 log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
                 losses = []
-            if evaluated and loss < best:
+            if evaluating and loss < best:
                 best = loss
                 save(best_path)
-            if evaluated or stop:
+            if evaluating or stop:
                 save(path)
-            if evaluated:
+            if evaluating:
                 tqdm.write(report(row, meta, len(val_ids)))
                 tqdm.write(show_sample(model, tokenizer, config) + "\n")
             if end:
                 break
-            clock = clock if losses else time.perf_counter()
+            if not losses:
+                clock = time.perf_counter()
 
             rate = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            losses.append(0.0)
+            step_loss = 0.0
             x, y = get_batch(train_ids, step, config, model_config.context)
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
                 scaler.scale(loss / config.grad_accum).backward()
-                losses[-1] += loss.item() / config.grad_accum
+                step_loss += loss.item() / config.grad_accum
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
             # float16 gradients overflow now and then: the scaler then skips the step and lowers its scale
-            check_finite(step, loss=losses[-1], gradient_norm=0.0 if scaler.is_enabled() else norm)
+            check_finite(step, loss=step_loss, gradient_norm=0.0 if scaler.is_enabled() else norm)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
+            losses.append(step_loss)
             bar.update()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", lr=f"{rate:.1e}",
+            bar.set_postfix(loss=f"{step_loss:.3f}", lr=f"{rate:.1e}",
                             tok_s=f"{len(losses) * per_step / (time.perf_counter() - clock):,.0f}")
     if stop:
         print(f"stopped after {step} steps and saved {path}: the same command with --resume goes on.")
@@ -456,7 +468,7 @@ def check_resume(config, old, path):
         raise ValueError(f"{path} has {old['step']} steps already, more than max_steps={config.max_steps}.")
     changed = [f"{name}={x!r}" for name, x in asdict(config).items()
                if name not in ("resume", "init_from") and old["train_config"].get(name) != x]
-    print(f"resuming {path} after {old['step']} steps" + "; changed: " * bool(changed) + ", ".join(changed))
+    print(f"resuming {path} after {old['step']} steps" + "".join("; now " + change for change in changed))
 
 
 def keep_earlier_run(folder):
@@ -500,7 +512,7 @@ class Log:
                 rows = [row for row, step in steps if step.isdigit() and int(step) <= start]
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with open(temporary, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore")
+            writer = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         os.replace(temporary, path)
@@ -508,7 +520,7 @@ class Log:
 
     def write(self, row):
         row = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()}
-        csv.DictWriter(self.file, LOG_COLUMNS).writerow(row)
+        csv.DictWriter(self.file, LOG_COLUMNS, lineterminator="\n").writerow(row)
 
     def check_ours(self):
         """ValueError if another run has begun in this folder, which gives the folder a log of its own."""
@@ -530,15 +542,18 @@ def describe(config, model, meta, device, dtype, n_val):
         print(f"    {name:<16}{size:>13,}{size / n:>8.1%}")
     print(f"decoding    {budget['cache_bytes']:,} bytes of keys and values at {context} tokens and "
           f"{budget['state_bytes']:,} of running sums; {budget['flops_per_token'] / 1e6:.1f} MFLOP a token")
-    more = " (more with a large embedding_std)" * (model.config.embedding_std > 0.02)
-    print(f"first loss  about ln {model.config.vocab_size} = {math.log(model.config.vocab_size):.3f}{more}\n")
+    V, known = model.config.vocab_size, meta["vocab_size"]
+    if known < V:
+        print(f"note        the tokenizer has {known:,} tokens: {V - known:,} rows of the embedding are idle")
+    expected = ", the first loss to expect" if model.config.embedding_std <= 0.02 else ""
+    print(f"guessing    has a loss of ln {V} = {math.log(V):.3f}{expected}\n")
 
 
 def report(row, meta, n_val):
     """One line on an evaluation, with the distance from the entropy floor where that is known."""
     train_loss = f"train {row['train_loss']:.4f}, " if "train_loss" in row else ""
     loss, floor = row["val_loss"], meta["val"].get("floor_nats_per_token")
-    line = (f"step {row['step']}: {train_loss}val {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}, "
+    line = (f"step {row['step']}: {train_loss}val {loss:.4f}, perplexity {math.exp(min(loss, 700)):.4g}, "
             f"{row['bits_per_byte']:.4f} bits per byte")
     if floor is not None and n_val == meta["val"]["tokens"]:
         line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"

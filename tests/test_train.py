@@ -327,7 +327,8 @@ def test_the_log_has_what_the_readme_says(here, monkeypatch):
 def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
     assert run(monkeypatch, "--max_steps=0") is None
     out = capsys.readouterr().out
-    for words in ("ln 300 = 5.704", "mixer.gate", "float32", "4 x 16 = 64 tokens", "per byte", "4,096 bytes"):
+    for words in ("ln 300 = 5.704, the first loss to expect", "mixer.gate", "float32",
+                   "4 x 16 = 64 tokens", "per byte", "4,096 bytes"):
         assert words in out, words
 
 
