@@ -147,8 +147,9 @@ def open_data(name, model_config):
         found = {split: (folder / f"{split}.bin").stat().st_size for split in sizes}
         readable = meta["format"] == 1
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"there is no data in {folder}: python prepare.py --name {name} --vocab_size "
-                         f"{model_config.vocab_size} makes it of TinyStories, or of your text with --input.") from None
+        command = f"python prepare.py --name {name} --vocab_size {model_config.vocab_size}"
+        raise ValueError(f"there is no data in {folder}: {command} makes it of TinyStories, or of your own "
+                         "text with --input.") from None
     except (KeyError, TypeError, ValueError, RecursionError):
         readable = False
     if not readable:
