@@ -121,7 +121,7 @@ def chat(writer):
     unseen = []  # ids that the cache has not read yet
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = sys.stdin.readline() if sys.stdin else ""
         if not line:
             return
         turn = encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
