@@ -46,6 +46,7 @@ from tqdm import tqdm
 
 import storybook as book
 import tokenizer as bpe
+from tokenizer import need
 
 DATA = Path("data")
 END = "<|endoftext|>"  # the default delimiter
@@ -61,11 +62,6 @@ progress = partial(tqdm, unit="B", unit_scale=True, disable=None)
 # has such a space only in front); between a letter or digit and a line break or punctuation mark; between a
 # letter and a digit. No combining mark follows, so NFC sees no difference either.
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\n!-/:-@\[-`{-~，。、])|(?<=[A-Za-z])(?=[0-9])")
-
-
-def need(condition, sentence):
-    if not condition:
-        raise ValueError(sentence)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ LONGEST_SPACE = 100_000
 _OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind tries each run only once
 
 
-def _need(condition, sentence):
+def need(condition, sentence):
+    """ValueError with a sentence for the user, unless the condition holds."""
     if not condition:
         raise ValueError(sentence)
 
@@ -80,7 +81,7 @@ def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PAT
     out of pairs, the vocabulary is smaller and a line on stderr says so.
     """
     wanted = vocab_size - 256 - len(specials)
-    _need(wanted >= 0, f"vocab_size must be at least {256 + len(specials)}: bytes and special tokens.")
+    need(wanted >= 0, f"vocab_size must be at least {256 + len(specials)}: bytes and special tokens.")
     tokens, merges = list(BYTE_TO_CHAR), []
     for left, right in _learn_merges(chunks, wanted, progress):
         merges.append((tokens[left], tokens[right]))
@@ -151,14 +152,14 @@ class Tokenizer:
         self.vocab, self.merges, self.specials = vocab, merges, specials
         self.pattern, self.nfc = pattern, nfc
         self.vocab_size = len(vocab) + len(specials)
-        _need(not {"", *vocab} & specials.keys(), "A special token is empty or also an ordinary token.")
+        need(not {"", *vocab} & specials.keys(), "A special token is empty or also an ordinary token.")
         ids = sorted([*vocab.values(), *specials.values()])
-        _need(str(ids) == str([*range(len(ids))]), "The ids are not 0, 1, 2 and so on.")  # str: 1.0 is none
+        need(str(ids) == str([*range(len(ids))]), "The ids are not 0, 1, 2 and so on.")  # str: 1.0 is none
         ranks = {bytes(map(CHAR_TO_BYTE.__getitem__, token)): id for token, id in vocab.items()}
         names = [(id, name.encode("utf-8")) for name, id in specials.items()]
         self._bytes = [token for _, token in sorted([(id, token) for token, id in ranks.items()] + names)]
         # tiktoken panics at an empty match and drops what the pattern skips (to Hugging Face's, a chunk).
-        _need(all(match[0] for match in regex.finditer(pattern, "a 1!\n")), "The pattern matches nothing.")
+        need(all(match[0] for match in regex.finditer(pattern, "a 1!\n")), "The pattern matches nothing.")
         self._bpe = tiktoken.Encoding("bpe", pat_str=rf"{pattern}|(?:(?!{pattern})[\s\S])+",
                                       mergeable_ranks=ranks, special_tokens={})
         self._special = re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len)[::-1])) or '(?!)'})")
@@ -167,7 +168,7 @@ class Tokenizer:
     def end_of_text(self):
         """The id that ends every document."""
         name = "<|endoftext|>" if "<|endoftext|>" in self.specials else "</s>"
-        _need(name in self.specials, "The tokenizer has neither <|endoftext|> nor </s> to end a text.")
+        need(name in self.specials, "The tokenizer has neither <|endoftext|> nor </s> to end a text.")
         return self.specials[name]
 
     def encode(self, text, allow_special=False):
@@ -179,7 +180,7 @@ class Tokenizer:
 
     def token_bytes(self, id):
         """The bytes of a token; of a special one, its name."""
-        _need(0 <= id < self.vocab_size, f"There is no token {id} in a vocabulary of {self.vocab_size}.")
+        need(0 <= id < self.vocab_size, f"There is no token {id} in a vocabulary of {self.vocab_size}.")
         return self._bytes[id]
 
     def decode(self, ids):
@@ -230,7 +231,7 @@ def encode_chat(tokenizer, turns):
     ids = []
     for role, text in turns:
         start, end = (tokenizer.specials.get(f"<|{name}|>") for name in (role, "end"))
-        _need(None not in (start, end), f"The tokenizer needs <|{role}|> and <|end|> for this chat.")
+        need(None not in (start, end), f"The tokenizer needs <|{role}|> and <|end|> for this chat.")
         ids += [*(tokenizer.encode("\n") if ids else ()), start]
         ids += [*tokenizer.encode(text), end] if text is not None else []
     return ids
@@ -249,7 +250,7 @@ def parse(json_text):
     """The text of a tokenizer.json -> Tokenizer. What could not be encoded with the same ids is refused."""
     try:
         file = json.loads(json_text)
-        _need(file["model"]["type"] == "BPE", f"Only BPE can be read, not {file['model']['type']}.")
+        need(file["model"]["type"] == "BPE", f"Only BPE can be read, not {file['model']['type']}.")
         return _parse_bpe(file, file["model"])
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, MemoryError,
             regex.error) as error:
@@ -264,17 +265,17 @@ def _parse_bpe(file, model):
     odd += [key for key in ("truncation", "padding", "dropout", "continuing_subword_prefix",
                             "end_of_word_suffix", "ignore_merges") if (file | model).get(key)]
     odd += [f"{flag} of {token['content']}" for token in added for flag in flags if token.get(flag)]
-    _need(not odd, f"The tokenizer asks for what is not supported: {', '.join(odd)}.")
+    need(not odd, f"The tokenizer asks for what is not supported: {', '.join(odd)}.")
 
     *first, last = file["pre_tokenizer"].get("pretokenizers") or [file["pre_tokenizer"]]
     by_itself = last.get("use_regex", True)  # ByteLevel can also split, by GPT-2's pattern
-    _need(last["type"] == "ByteLevel" and not last["add_prefix_space"] and len(first) + by_itself < 2
-          and all(s | {"type": "Split", "behavior": "Isolated", "invert": False} == s for s in first),
-          "The pre-tokenizer must be ByteLevel without prefix space, after at most one isolating Split.")
+    need(last["type"] == "ByteLevel" and not last["add_prefix_space"] and len(first) + by_itself < 2
+         and all(s | {"type": "Split", "behavior": "Isolated", "invert": False} == s for s in first),
+         "The pre-tokenizer must be ByteLevel without prefix space, after at most one isolating Split.")
     pattern = first[0]["pattern"]["Regex"] if first else GPT2_PATTERN if by_itself else r"[\s\S]+"
 
     specials = {token["content"]: token["id"] for token in added}
-    _need(model["vocab"] | specials == specials | model["vocab"], "An added token has two ids.")
+    need(model["vocab"] | specials == specials | model["vocab"], "An added token has two ids.")
     vocab = {token: id for token, id in model["vocab"].items() if token not in specials}
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     _check_merges(vocab, merges)
@@ -296,8 +297,8 @@ def _check_merges(vocab, merges):
             yield id, until
 
     made, parts, newest = {}, {}, -1  # made: (left id, right id) -> id; parts: id -> (left id, right id)
-    _need(all(char in vocab for char in BYTE_TO_CHAR), "The vocabulary lacks some of the 256 bytes.")
-    _need(len(vocab) == 256 + len(merges), f"{len(merges)} merges cannot make {len(vocab) - 256} tokens.")
+    need(all(char in vocab for char in BYTE_TO_CHAR), "The vocabulary lacks some of the 256 bytes.")
+    need(len(vocab) == 256 + len(merges), f"{len(merges)} merges cannot make {len(vocab) - 256} tokens.")
     for merge in merges:
         pair, new = tuple(map(vocab.get, merge)), vocab.get("".join(merge))
         if (len(pair) != 2 or None in (*pair, new) or new <= newest

@@ -330,11 +330,6 @@ def train(config, model_config):
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
 
-    torch.manual_seed(config.seed)
-    try:
-        model = LanguageModel(model_config)
-    except (RuntimeError, MemoryError):
-        raise ValueError("a model of this size does not fit into this machine's memory.") from None
     source = path if config.resume else config.init_from
     if source:
         old = load_checkpoint(source)
@@ -342,6 +337,8 @@ def train(config, model_config):
         if old["tokenizer"] != meta["tokenizer"]:
             raise ValueError(f"{source} was trained with another tokenizer than that of data/{config.data}.")
         model = load_model(old)
+    else:
+        model = new_model(model_config, config.seed)
     model.to(device).gradient_checkpointing = config.gradient_checkpointing
     optimizer = make_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -388,14 +385,14 @@ def train(config, model_config):
             evaluating = (step % config.eval_every == 0 or step == config.max_steps) and (losses or step == 0)
             if evaluating:
                 rows_at_once = config.batch_size // config.grad_accum
-                loss, bits = evaluate(model, val_ids, tokenizer, rows_at_once, autocast)
-                check_finite(step, validation_loss=loss)
-                row |= {"val_loss": loss, "bits_per_byte": bits}
+                val_loss, bits = evaluate(model, val_ids, tokenizer, rows_at_once, autocast)
+                check_finite(step, validation_loss=val_loss)
+                row |= {"val_loss": val_loss, "bits_per_byte": bits}
             if evaluating or (losses and (end or step % config.log_every == 0)):
                 log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
                 losses = []
-            if evaluating and loss < best:
-                best = loss
+            if evaluating and val_loss < best:
+                best = val_loss
                 save(best_path)
             if evaluating or stop:
                 save(path)
@@ -433,6 +430,15 @@ def train(config, model_config):
         sys.exit(128 + stop[0])
     print(f"done. Last state: {path}; best: {best_path}, validation loss {best:.4f}.")
     print(f'Now try: python sample.py --checkpoint {path} --prompt "Once upon a time"')
+
+
+def new_model(model_config, seed):
+    """A model with initial weights, or ValueError if there is no room for it."""
+    torch.manual_seed(seed)
+    try:
+        return LanguageModel(model_config)
+    except (RuntimeError, MemoryError):
+        raise ValueError("a model of this size does not fit into this machine's memory.") from None
 
 
 @contextlib.contextmanager
