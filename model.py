@@ -1,17 +1,24 @@
 """
 Small language models in one file, to be read from the top.
 
-The model here is Wiola Nano (Chowdhury, Oosa, Reddy, arXiv:2608.14604; "the paper" below): a decoder-only
-transformer of 12,915,888 parameters. What is new in it, compared with Llama:
+Two decoder-only transformers, whose parts can also be mixed. What is new, compared with Llama, in Wiola Nano
+(12,915,888 parameters; Chowdhury, Oosa, Reddy, arXiv:2608.14604; "Nano paper" below):
 
-- Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (paper III.B).
+- Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (III.B).
 - Attention scores are multiplied by one number per head and token, a gate that reads the running mean of
   all queries so far (III.C).
 - A feed-forward with a product *and* a linear bypass inside, the "butterfly" (III.D).
 
+And in the Wiola helix family (147 million to 2.2 billion parameters; PyPI `wiola`; "helix paper" below):
+
+- Rotary positions whose radius swings as well: the "helix" (section 6).
+- Attention that looks at the text and at the layers below, by the running means of their outputs (7).
+- Neighbours that are nearly the same share one place in the middle layers while training (8).
+- A feed-forward of two streams, and a norm that shifts its input before it scales (9, 5).
+
 What is unusual about the file: one memory, with two verbs, serves training and decoding. Everything that
-looks at the past is a list of rows (keys, values) or a running sum (the gate's mean), so every layer is
-written once:
+looks at the past is a list of rows (keys, values) or a running sum (of queries, of layer outputs), so every
+layer is written once:
 
     past.append(name, x)         all rows so far, this chunk's included
     past.running_sum(name, x)    sums over all tokens so far, this chunk's included
@@ -19,15 +26,17 @@ written once:
 `NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A text may be fed in
 chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
-Map:  ModelConfig | rotary tables | memory | causal attention | norm | mixers | feed-forwards | block |
-      the table of parts | sampling a token | LanguageModel
+Map:  ModelConfig | rotary tables | memory | causal attention | norms | mixers | feed-forwards |
+      token merging | block | the table of parts | sampling a token | LanguageModel
 
-Letters in the shape comments (in brackets the paper's letter, where it is another one):
+Letters in the shape comments (in brackets the papers' letter, where it is another one):
   B  sequences in the batch            T  tokens in this chunk
   S  tokens so far, S = past + T       V  vocabulary
   C  width of the residual stream [d]  H  query heads
   K  key/value heads (K = H, or fewer, each shared by a group of H/K query heads)
   D  width of a head [d_h]             F  inner width of the feed-forward [d_ff]
+  L  layers below that are looked at [Lambda]
+  M  tokens that are left after merging [T']
 """
 
 from dataclasses import dataclass
@@ -44,7 +53,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class ModelConfig:
-    """One field for each choice. The defaults are Wiola Nano; each ablation of the paper is one field."""
+    """One field for each choice. The defaults are Wiola Nano; each ablation of the papers is one field."""
 
     vocab_size: int = 32000  # token ids the model knows (V)
     context: int = 1024  # longest window in tokens
@@ -54,24 +63,33 @@ class ModelConfig:
     n_kv_head: int = 0  # key/value heads (K), each serving n_head / n_kv_head query heads; 0: n_head
     d_head: int = 0  # width of a head (D), even; 0: d_model / n_head
     d_ff: int = 512  # inner width of the feed-forward (F)
-    position: str = "spiral"  # rotary tables: spiral
+    d_narrow: int = 0  # dual_stream: inner width of its narrow stream (d_ff is the wide one's); 0: d_ff / 4
+    position: str = "spiral"  # rotary tables: spiral, helix
     rope_base: float = 10000.0  # how slowly the slowest pair of coordinates turns
-    alpha: float = 0.05  # by what share the spiral speeds that pair up; 0 is standard rotary
-    mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, attention
+    alpha: float = 0.05  # spiral: by what share the slowest pair is sped up; 0 is standard rotary
+    winding: float = 8.0  # helix: one more turn in so many
+    radial_amplitude: float = 0.1  # helix: how far the radius swings from 1
+    radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary
+    mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, cross_layer, attention
     gate: bool = True  # gated_spiral: multiply scores by the gate
     gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
-    ffn: str = "butterfly"  # feed-forward: butterfly, swiglu, gelu
-    norm: str = "rms"  # normalisation: rms
+    lookback: int = 2  # cross_layer: how many layers below a token looks at; 0: none
+    phi: float = -3.0  # cross_layer: sigmoid(phi) is the share that the layers below get at first
+    ffn: str = "butterfly"  # feed-forward: butterfly, dual_stream, swiglu, gelu
+    norm: str = "rms"  # normalisation: rms, offset_rms
     norm_eps: float = 1e-6  # added to the mean square before its root
     block: str = "prenorm"  # how a layer is put together: prenorm
+    token_merging: str = "off"  # merge similar neighbours in training, in the middle layers: off, paper
+    merge_threshold: float = 0.92  # cosine above which neighbours merge
+    init: str = "truncated_normal"  # initial matrices: truncated_normal, normal
     embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
     def __post_init__(self):
         for name, parts in PARTS.items():  # the table of parts, below
             if getattr(self, name) not in parts:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choices: {', '.join(parts)}.")
-        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "norm_eps",
-                    "embedding_std")
+        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "winding",
+                    "norm_eps", "embedding_std")
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
@@ -81,6 +99,10 @@ class ModelConfig:
             raise ValueError(f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head.")
         if self.head_width < 2 or self.head_width % 2:
             raise ValueError(f"d_head={self.head_width} must be even: positions turn pairs of coordinates.")
+        if self.ffn == "dual_stream" and self.narrow_width < 1:
+            raise ValueError(f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream.")
+        if self.lookback < 0:
+            raise ValueError(f"lookback must not be negative, as {self.lookback} is.")
 
     @property
     def kv_heads(self):  # K
@@ -90,6 +112,14 @@ class ModelConfig:
     def head_width(self):  # D
         return self.d_head or self.d_model // self.n_head
 
+    @property
+    def narrow_width(self):
+        return self.d_narrow or self.d_ff // 4
+
+    @property
+    def layers_below(self):  # L
+        return self.lookback if getattr(PARTS["mixer"][self.mixer], "looks_below", False) else 0
+
 
 # ----------------------------------------------------------------------------------------------------------
 # Positions: a pair of coordinates (i, i + D/2) is a point in the plane, turned by an angle that grows with
@@ -97,7 +127,7 @@ class ModelConfig:
 
 
 def spiral_rotary(config, position):
-    """Spiral rotary encoding (paper III.B). For position m and pair i = 0 .. D/2 - 1:
+    """Spiral rotary encoding (Nano paper III.B). For position m and pair i = 0 .. D/2 - 1:
 
         angle_i(m) = m * base^(-2i/D) * (1 + alpha * sqrt((i + 1) / (D/2)))
 
@@ -109,6 +139,22 @@ def spiral_rotary(config, position):
     theta = config.rope_base ** (-i / half) * (1 + config.alpha * ((i + 1) / half).sqrt())
     angle = position[:, None] * theta  # (T, 1), (D/2,) -> (T, D/2)
     return angle.cos(), angle.sin()
+
+
+def helix_rotary(config, position):
+    """Helical rotary encoding, "SRPE" (helix paper 6.2, equations 11-16). For position p and pair j:
+
+        c = r cos Theta, s = r sin Theta, Theta = p w (1 + 1/k_s), r = 1 + a_s sin(p f_s w), w = base^(-2j/D)
+
+    position (T,) -> c, s (T, D/2). The two winding angles of the paper add up to one: standard rotary at
+    1 + 1/k_s times the position. New is the radius r; it makes scores depend on where both tokens stand.
+    """
+    half = config.head_width // 2
+    j = torch.arange(half, dtype=position.dtype, device=position.device)
+    turn = position[:, None] * config.rope_base ** (-j / half)  # (T, 1), (D/2,) -> (T, D/2)
+    angle = turn * (1 + 1 / config.winding)
+    radius = 1 + config.radial_amplitude * (turn * config.radial_frequency).sin()
+    return radius * angle.cos(), radius * angle.sin()
 
 
 def apply_rotary(x, cos, sin):
@@ -218,17 +264,31 @@ def join_heads(x):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Norm
+# Norms
 
 
 def rms_norm(config):
-    """y = gain * x / sqrt(mean(x^2) + eps), the mean over the last dimension (paper III.A)."""
+    """y = gain * x / sqrt(mean(x^2) + eps), the mean over the last dimension (Nano paper III.A)."""
     return nn.RMSNorm(config.d_model, config.norm_eps)
 
 
+class OffsetRMSNorm(nn.Module):
+    """The same of x + offset, a learned vector: "WiolaRMSNorm" (helix paper 5, equation 9). In float32."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.d_model))  # gain
+        self.offset = nn.Parameter(torch.zeros(config.d_model))
+
+    def forward(self, x):
+        z = wide(x) + self.offset
+        return (self.weight * F.rms_norm(z, z.shape[-1:], eps=self.eps)).type_as(x)
+
+
 # ----------------------------------------------------------------------------------------------------------
-# Mixers: x (B, T, C), rotary tables, past -> (B, T, C); the only parts that look at other tokens. `name`
-# tells the memories of the layers apart.
+# Mixers: x (B, T, C), rotary tables, past, below -> (B, T, C); the only parts that look at other tokens.
+# `name` tells the memories of the layers apart; `below` are summaries of lower layers, if looks_below is set.
 
 
 class Attention(nn.Module):
@@ -236,6 +296,8 @@ class Attention(nn.Module):
 
         sum over s <= t of softmax_s(q_t . k_s / sqrt(D)) v_s,    and W_out joins the heads
     """
+
+    looks_below = False
 
     def __init__(self, config, name):
         super().__init__()
@@ -249,18 +311,19 @@ class Attention(nn.Module):
         return [split_heads(y, self.d_head) for y in self.qkv(x).split(self.sizes, dim=-1)]
 
     def attend(self, q, k, v, past):
-        """Rotated queries and keys of this chunk, and its values -> the mixer's output (B, T, C)"""
+        """Rotated queries and keys of this chunk, and its values -> what the heads read, (B, H, T, D)"""
         k = past.append(self.name + ".key", k)  # (B, K, T, D) -> (B, K, S, D)
         v = past.append(self.name + ".value", v)
-        return self.out(join_heads(causal_attention(q, k, v)))
+        return causal_attention(q, k, v)
 
-    def forward(self, x, rotary, past):
+    def forward(self, x, rotary, past, below=()):
         q, k, v = self.project(x)
-        return self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, past)
+        heads = self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, past)
+        return self.out(join_heads(heads))
 
 
 class GatedSpiralAttention(Attention):
-    """Gated Spiral Attention (paper III.C): head h multiplies all scores of token t by one gate g_t^h.
+    """Gated Spiral Attention (Nano paper III.C): head h multiplies all scores of token t by one gate g_t^h.
 
         c_t = 1/(t+1) sum_{s<=t} 1/H sum_h q_s^h               running mean of the head-mean query
         g_t = sigmoid(W_2 SiLU(W_1 c_t) + b_2)                 in (0, 1), one for each head
@@ -282,7 +345,7 @@ class GatedSpiralAttention(Attention):
             nn.Sigmoid(),
         ) if config.gate else None
 
-    def forward(self, x, rotary, past):
+    def forward(self, x, rotary, past, below=()):
         q, k, v = self.project(x)
         turned, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.gate is not None:
@@ -290,7 +353,46 @@ class GatedSpiralAttention(Attention):
             c = running_mean(past, self.name + ".query", source.mean(dim=1))  # (B, H, T, D) -> (B, T, D)
             g = self.gate(c.type_as(x))  # (B, T, D) -> (B, T, H)
             turned = turned * g.transpose(1, 2)[..., None]  # g as (B, H, T, 1)
-        return self.attend(turned, k, v, past)
+        return self.out(join_heads(self.attend(turned, k, v, past)))
+
+
+class CrossLayerAttention(Attention):
+    """Gated cross-layer attention, "GCLA" (helix paper 7). With beta = sigmoid(phi), head h and output are
+
+        o_h = (1 - beta) softmax(q_h . K / sqrt(D)) V  +  beta softmax(q_h . K' / sqrt(D)) V'
+        y   = W_out (sigmoid(W_gate x) * [o_1; ..; o_H])
+
+    K and V come from the tokens so far, K' and V' from the summaries of the L layers below. A summary is the
+    running mean of a layer's output, as in the published code. The paper's mean over the whole sequence
+    (equation 20) would show each token the future, and could not be cached. The first layer has nothing
+    below: no blend, and W_K', W_V' and phi are idle in it.
+    """
+
+    looks_below = True
+
+    def __init__(self, config, name):
+        super().__init__(config, name)
+        self.gate = nn.Linear(config.d_model, self.sizes[0], bias=False)
+        self.kv_below = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K^ctx, W_V^ctx in one
+        self.phi = nn.Parameter(torch.tensor(config.phi))
+
+    def look_below(self, q, below):
+        """Queries (B, H, T, D) and L summaries (B, T, C) -> (B, H, T, D): a token attends to its own L."""
+        summaries = torch.stack(below, dim=2).type_as(q)  # (B, T, L, C)
+        k, v = self.kv_below(summaries).unflatten(-1, (2, -1, self.d_head)).unbind(3)  # 2 x (B, T, L, K, D)
+        q = q.unflatten(1, (k.size(3), -1))  # (B, H, T, D) -> (B, K, G, T, D), G = H/K
+        scores = torch.einsum("bkgtd,btlkd->bkgtl", q, k) / self.d_head**0.5
+        weights = wide(scores).softmax(dim=-1).type_as(v)
+        return torch.einsum("bkgtl,btlkd->bkgtd", weights, v).flatten(1, 2)
+
+    def forward(self, x, rotary, past, below=()):
+        q, k, v = self.project(x)
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        heads = self.attend(q, k, v, past)
+        if below:
+            beta = self.phi.sigmoid()
+            heads = (1 - beta) * heads + beta * self.look_below(q, below)
+        return self.out(self.gate(x).sigmoid() * join_heads(heads))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -300,17 +402,18 @@ class GatedSpiralAttention(Attention):
 class FeedForward(nn.Module):
     """y = W_down inner(a, b, ...), where a, b, ... = W_a x, W_b x, ..., each F wide, are one product."""
 
-    def __init__(self, config):
+    def __init__(self, config, width=0):
         super().__init__()
-        self.up = nn.Linear(config.d_model, self.inputs * config.d_ff, bias=False)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+        width = width or config.d_ff
+        self.up = nn.Linear(config.d_model, self.inputs * width, bias=False)
+        self.down = nn.Linear(width, config.d_model, bias=False)
 
     def forward(self, x):
         return self.down(self.inner(*self.up(x).chunk(self.inputs, dim=-1)))
 
 
 class Butterfly(FeedForward):
-    """W_down (SiLU(a) * b + bypass) (paper III.D): a product and a linear path. 4 C F parameters."""
+    """W_down (SiLU(a) * b + bypass) (Nano paper III.D): a product and a linear path. 4 C F parameters."""
 
     inputs = 3
 
@@ -336,32 +439,110 @@ class GELU(FeedForward):
         return F.gelu(a)
 
 
+class DualStream(nn.Module):
+    """A narrow SwiGLU a and a wide GELU b, "DSFF" (helix paper 9): alpha * a + (1 - alpha) * b, where
+    alpha = sigmoid(W_f [a; b]) weighs each coordinate. 3 C F_a + 2 C F_b + 2 C^2 parameters."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.narrow, self.wide = SwiGLU(config, config.narrow_width), GELU(config)
+        self.fuse = nn.Linear(2 * config.d_model, config.d_model, bias=False)
+
+    def forward(self, x):
+        a, b = self.narrow(x), self.wide(x)
+        alpha = self.fuse(torch.cat([a, b], dim=-1)).sigmoid()
+        return alpha * a + (1 - alpha) * b
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Token merging, "ATM" (helix paper 8): in training, two neighbours that are nearly the same go through the
+# mixer of a middle layer as one, their average, and both get what comes out. Fewer tokens, less work. But so
+# the first sees the second, the very token it is to predict: a leak, published like that. Off by default.
+
+
+def greedy_pairs(x, threshold):
+    """x (B, T, C) -> (B, T): True where a token merges with the one before it.
+
+    The greedy scan of Algorithm 4 goes from left to right and pairs similar tokens not yet paired. In a run
+    of similar neighbours these are the first two, the next two, ...: a token's offset from the start of its
+    run decides, and the start is a running maximum. No loop over tokens.
+    """
+    x = wide(x)
+    length, dot = x.norm(dim=-1), (x[:, 1:] * x[:, :-1]).sum(dim=-1)  # (B, T), (B, T - 1)
+    similar = F.pad(dot > threshold * length[:, 1:] * length[:, :-1], (1, 0))  # (B, T): to the token before
+    t = torch.arange(x.size(1), device=x.device)
+    start = torch.where(similar, 0, t).cummax(dim=1).values  # (B, T): the first token of each one's run
+    return (t - start) % 2 == 1
+
+
+def take(x, index):
+    """x (B, T, C), index (B, N) -> (B, N, C): rows of each sequence."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def mix_merged(mixer, second, x, rotary, past, below):
+    """The mixer on pairs merged into one, `second` (B, T) telling who joins the token before. As a mixer.
+
+    Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference; the layers below
+    are seen from a pair's last token. Rows that merge more are padded at the end, where nothing looks.
+    """
+    group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair, or of itself if alone
+    M = int(group.max()) + 1
+    t = torch.arange(x.size(1), device=x.device).expand_as(group)
+    last = group.new_zeros(len(x), M).scatter_reduce(1, group, t, "amax")  # (B, M): the last token of each
+    first = last - second.gather(1, last).long()
+    merged = (take(x, first) + take(x, last)) / 2  # (B, T, C) -> (B, M, C); one alone is its own average
+    mixed = mixer(merged, [table[:M] for table in rotary], past, [take(s, last) for s in below])
+    return take(mixed, group)  # (B, M, C) -> (B, T, C)
+
+
 # ----------------------------------------------------------------------------------------------------------
 # Block
 
 
 class PreNormBlock(nn.Module):
-    """x = x + Mixer(Norm(x)), then x = x + FFN(Norm(x)) (paper III.A)."""
+    """x = x + Mixer(Norm(x)), then x = x + FFN(Norm(x)) (both papers).
+
+    With token merging, layers n/3 up to 2n/3 of n merge, in training and never with a cache; `merge_ratio` is
+    then the share of tokens that the last pass merged away, the paper's mu.
+    """
 
     def __init__(self, config, name):
         super().__init__()
+        middle = config.n_layer // 3 <= int(name) < 2 * config.n_layer // 3
+        self.pairs = PARTS["token_merging"][config.token_merging] if middle else None
+        self.merge_threshold, self.merge_ratio = config.merge_threshold, 0.0
         self.norm_1 = PARTS["norm"][config.norm](config)
         self.mixer = PARTS["mixer"][config.mixer](config, name)
         self.norm_2 = PARTS["norm"][config.norm](config)
         self.ffn = PARTS["ffn"][config.ffn](config)
 
-    def forward(self, x, rotary, past):
-        x = x + self.mixer(self.norm_1(x), rotary, past)
+    def forward(self, x, rotary, past, below=()):
+        h = self.norm_1(x)
+        if self.pairs and self.training and isinstance(past, NoCache):
+            second = self.pairs(h.detach(), self.merge_threshold)
+            self.merge_ratio = second.float().mean()
+            x = x + mix_merged(self.mixer, second, h, rotary, past, below)
+        else:
+            x = x + self.mixer(h, rotary, past, below)
         return x + self.ffn(self.norm_2(x))
+
+
+def truncated_normal(weight, std):
+    """Fill with a normal of deviation std, cut at two deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
 # A new part is one class (or function) and one line here: then a config can ask for it by name.
 PARTS = {
-    "position": {"spiral": spiral_rotary},
-    "norm": {"rms": rms_norm},
-    "mixer": {"gated_spiral": GatedSpiralAttention, "attention": Attention},
-    "ffn": {"butterfly": Butterfly, "swiglu": SwiGLU, "gelu": GELU},
+    "position": {"spiral": spiral_rotary, "helix": helix_rotary},
+    "norm": {"rms": rms_norm, "offset_rms": OffsetRMSNorm},
+    "mixer": {"gated_spiral": GatedSpiralAttention, "cross_layer": CrossLayerAttention,
+              "attention": Attention},
+    "ffn": {"butterfly": Butterfly, "dual_stream": DualStream, "swiglu": SwiGLU, "gelu": GELU},
     "block": {"prenorm": PreNormBlock},
+    "token_merging": {"off": None, "paper": greedy_pairs},
+    "init": {"truncated_normal": truncated_normal, "normal": nn.init.normal_},
 }
 
 
@@ -390,7 +571,7 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, norm, and a head tied to the embedding: logits = Norm(x) E^T (paper III.E)."""
+    """Embedding, blocks, norm, and a head tied to the embedding: logits = Norm(x) E^T (Nano paper III.E)."""
 
     def __init__(self, config):
         super().__init__()
@@ -403,10 +584,10 @@ class LanguageModel(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module):
-        """As published: a normal of deviation 0.02 cut at two deviations; biases 0. Gates start near 1/2."""
+        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = self.config.embedding_std if isinstance(module, nn.Embedding) else 0.02
-            nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+            PARTS["init"][self.config.init](module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
@@ -434,17 +615,26 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
         rotary = self.rotary(past.length, T)
         x = self.embedding(idx)  # (B, T) -> (B, T, C)
-        for block in self.blocks:
+        below = []  # summaries of the last layers: the running means of their outputs, (B, T, C) each
+        for layer, block in enumerate(self.blocks):
+            if layer and self.config.layers_below:
+                summary = running_mean(past, f"{layer - 1}.output", x)
+                below = [*below, summary][-self.config.layers_below:]
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, past, use_reentrant=False)
+                x = checkpoint(block, x, rotary, past, below, use_reentrant=False)
             else:
-                x = block(x, rotary, past)
+                x = block(x, rotary, past, below)
         x = self.norm(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
         past.advance(idx)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())  # ignores -100
+
+    def merge_ratio(self):
+        """The share of tokens that the last training pass merged away, the mean over the layers that merge."""
+        ratios = [block.merge_ratio for block in self.blocks if block.pairs]
+        return float(sum(ratios) / max(1, len(ratios)))
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_ids=None,

@@ -32,10 +32,10 @@ from tqdm import tqdm
 
 import config as settings
 import tokenizer as tokenizers
-from model import LanguageModel, ModelConfig
+from model import LanguageModel, ModelConfig, NoCache
 
 LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
-               "tokens_per_second"]
+               "tokens_per_second", "merge_ratio"]
 
 
 @dataclass
@@ -370,7 +370,7 @@ def train(config, model_config):
             raise
 
     per_step = config.batch_size * model_config.context  # tokens
-    losses, norm, clock = [], None, time.perf_counter()  # since the last row of the log
+    losses, merged, norm, clock = [], [], None, time.perf_counter()  # since the last row of the log
     bar = tqdm(total=config.max_steps, initial=start, unit="step", dynamic_ncols=True,
                mininterval=0.1 if sys.stderr.isatty() else 10)  # a log file needs few lines
     with interruptible() as stop, log.file, bar:
@@ -382,6 +382,8 @@ def train(config, model_config):
                 speed = len(losses) * per_step / (time.perf_counter() - clock)
                 row |= {"lr": rate, "train_loss": sum(losses) / len(losses), "grad_norm": norm,
                         "tokens_per_second": speed}
+            if merged:
+                row["merge_ratio"] = sum(merged) / len(merged)
             evaluating = (step % config.eval_every == 0 or step == config.max_steps) and (losses or step == 0)
             if evaluating:
                 rows_at_once = config.batch_size // config.grad_accum
@@ -390,7 +392,7 @@ def train(config, model_config):
                 row |= {"val_loss": val_loss, "bits_per_byte": bits}
             if evaluating or (losses and (end or step % config.log_every == 0)):
                 log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
-                losses = []
+                losses, merged = [], []
             if evaluating and val_loss < best:
                 best = val_loss
                 save(best_path)
@@ -398,6 +400,8 @@ def train(config, model_config):
                 save(path)
             if evaluating:
                 tqdm.write(report(row, meta, len(val_ids)))
+                if "merge_ratio" in row:
+                    tqdm.write(report_merging(model, row["merge_ratio"], config.batch_size))
                 tqdm.write(show_sample(model, tokenizer, config) + "\n")
             if end:
                 break
@@ -414,6 +418,8 @@ def train(config, model_config):
                     _, loss = forward(x_part.to(device), y_part.to(device))
                 scaler.scale(loss / config.grad_accum).backward()
                 step_loss += loss.item() / config.grad_accum
+                if model_config.token_merging != "off":
+                    merged.append(model.merge_ratio())
             scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
             # float16 gradients overflow now and then: the scaler then skips the step and lowers its scale
@@ -565,6 +571,33 @@ def report(row, meta, n_val):
     if floor is not None and n_val == meta["val"]["tokens"]:
         line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"
     return line
+
+
+def report_merging(model, ratio, batch_size):
+    """One line on what token merging saves in a step, forward and backward, if `ratio` of the tokens merge away.
+
+    Counted on a copy that has shapes only. In fact it is a little less: a batch is as long as its longest row.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
+
+    def flops(module, *inputs):  # of a forward pass over one window; backward costs twice as much
+        with FlopCounterMode(display=False) as counter:
+            module(*inputs)
+        return counter.get_total_flops()
+
+    config, T = model.config, model.config.context
+    with torch.device("meta"):
+        copy = LanguageModel(config).eval()
+        whole = flops(copy, torch.zeros(1, T, dtype=torch.long))
+        mixer, at_length = copy.blocks[0].mixer, {}
+        for n in (T, round((1 - ratio) * T)):
+            x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
+            at_length[n] = flops(mixer, x, tables, NoCache(), [x] * config.layers_below)
+    layers = sum(block.pairs is not None for block in model.blocks)
+    saved = layers * (at_length[T] - at_length[n])
+    return (f"merged {ratio:.1%} of the tokens in {layers} of {config.n_layer} layers: saves "
+            f"{3 * batch_size * saved / 1e9:.3g} GFLOP a step, {saved / whole:.1%} of it (the paper counts "
+            f"{ratio * (2 - ratio):.1%} of each of these layers, of the scores alone)")
 
 
 def show_sample(model, tokenizer, config):

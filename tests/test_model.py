@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from model import (Cache, LanguageModel, ModelConfig, NoCache, apply_rotary, causal_attention, running_mean,
                    sample_token)
 
-# Every ablation of the paper, the baseline, and heads that share keys and values.
+# The helix family; its parts alone are in VARIANTS.
+HELIX = {"position": "helix", "mixer": "cross_layer", "n_head": 4, "n_kv_head": 2, "ffn": "dual_stream",
+         "d_narrow": 12, "norm": "offset_rms", "init": "normal"}
+
+# Every ablation of the papers, the baseline, and heads that share keys and values.
 VARIANTS = {
     "nano": {},
     "alpha_0": {"alpha": 0.0},
@@ -23,6 +27,13 @@ VARIANTS = {
     "grouped": {"n_kv_head": 2},
     "one_kv_head": {"mixer": "attention", "n_kv_head": 1},
     "wide_heads": {"d_head": 10},
+    "helix": HELIX,
+    **{f"helix_lookback_{n}": HELIX | {"n_layer": 5, "lookback": n} for n in (0, 1, 3)},
+    "helix_rotary": {"position": "helix"},
+    "cross_layer": {"mixer": "cross_layer"},
+    "dual_stream": {"ffn": "dual_stream"},
+    "offset_rms": {"norm": "offset_rms"},
+    "gated_helix": HELIX | {"mixer": "gated_spiral"},
 }
 CHUNKS = [[1] * 40, [40], [1, 7, 32], [13, 1, 1, 25], [39, 1]]
 
@@ -85,7 +96,7 @@ def test_grouped_heads_shrink_the_cache():
 
 @pytest.mark.parametrize("changes, word", [
     ({"d_model": 30}, "n_head"), ({"n_kv_head": 3}, "n_kv_head"), ({"d_head": 3}, "d_head"),
-    ({"mixer": "atention"}, "choices: gated_spiral, attention"), ({"ffn": "butterfy"}, "ffn"),
+    ({"mixer": "atention"}, "choices: gated_spiral, cross_layer"), ({"ffn": "butterfy"}, "ffn"),
     ({"position": "x"}, "position"),
     ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "vocab_size"), ({"rope_base": 0.0}, "rope_base"),
     ({"norm_eps": 0.0}, "norm_eps"), ({"n_kv_head": -1}, "n_kv_head"),

@@ -1,0 +1,24 @@
+# A small helix, 747,267 parameters, on the storybook: minutes on a CPU.
+data = "storybook"
+vocab_size = 1024
+context = 256  # a whole story
+n_layer = 3
+d_model = 128
+n_head = 8
+n_kv_head = 4
+d_ff = 256
+
+position = "helix"
+mixer = "cross_layer"
+ffn = "dual_stream"
+norm = "offset_rms"
+init = "normal"
+embedding_std = 0.3  # see tiny.py
+
+max_steps = 1200
+batch_size = 8
+lr = 2e-3
+min_lr = 1e-4
+warmup = 0.1
+weight_decay = 0.0
+eval_every = 300
