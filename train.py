@@ -574,7 +574,7 @@ def report(row, meta, n_val):
 
 
 def report_merging(model, ratio, batch_size):
-    """One line on what token merging saves in a step, forward and backward, if `ratio` of the tokens merge away.
+    """One line on what token merging saves in a step, forward and backward, when it merges away this share.
 
     Counted on a copy that has shapes only. In fact it is a little less: a batch is as long as its longest row.
     """
@@ -595,9 +595,9 @@ def report_merging(model, ratio, batch_size):
             at_length[n] = flops(mixer, x, tables, NoCache(), [x] * config.layers_below)
     layers = sum(block.pairs is not None for block in model.blocks)
     saved = layers * (at_length[T] - at_length[n])
-    return (f"merged {ratio:.1%} of the tokens in {layers} of {config.n_layer} layers: saves "
-            f"{3 * batch_size * saved / 1e9:.3g} GFLOP a step, {saved / whole:.1%} of it (the paper counts "
-            f"{ratio * (2 - ratio):.1%} of each of these layers, of the scores alone)")
+    return (f"merged {ratio:.1%} of the tokens in {layers} of {config.n_layer} layers, which saves "
+            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (mu (2 - mu), the paper's "
+            f"figure, is {ratio * (2 - ratio):.1%}: of the scores of these layers alone)")
 
 
 def show_sample(model, tokenizer, config):

@@ -328,8 +328,8 @@ def test_merging_saves_what_the_report_says():
     per_layer = linear * (T - T // 2) + scores * (T * T - (T // 2) ** 2)
     assert counted[False] - counted[True] == 2 * 2 * per_layer  # sequences, layers
     line = report_merging(model, 0.5, batch_size=2)
-    assert f"{3 * 2 * 2 * per_layer / 1e9:.3g} GFLOP" in line and "75.0%" in line and "2 of 6 layers" in line
-    assert f"{2 * 2 * per_layer / counted[False]:.1%} of it" in line
+    assert f"{3 * 2 * 2 * per_layer / 1e9:.3g} GFLOP," in line and "75.0%" in line and "2 of 6 layers" in line
+    assert f"{2 * 2 * per_layer / counted[False]:.1%} of a step" in line
 
 
 # ---------------------------------------------------------------------------------- what the paper says
@@ -415,6 +415,15 @@ def test_bfloat16_autocast_trains_with_sums_and_norms_in_float32(monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
     assert kinds == {torch.float32} and loss.item() < first / 2
+
+
+def test_the_offset_norm_of_half_precision_rounds_once_at_the_end():
+    """Guards against adding the offset in bfloat16, in which 256 + 1 = 256."""
+    norm, g = OffsetRMSNorm(ModelConfig(**HELIX | {"d_model": 64})), torch.Generator().manual_seed(0)
+    x = (torch.randn(9, 64, generator=g) * 256).bfloat16()
+    norm.offset.data.fill_(1.0)
+    exact = norm(x.float())
+    assert norm.bfloat16()(x).dtype == torch.bfloat16 and torch.equal(norm(x), exact.bfloat16())
 
 
 def test_600_tokens_in_bfloat16_stay_close_to_the_full_pass():

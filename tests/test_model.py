@@ -74,6 +74,15 @@ def test_parameter_counts_are_exact():
     assert count(gate=False) == 12_915_888 - 6 * 328  # H d_h + H^2 + H a layer
 
 
+def test_a_butterfly_is_a_gated_unit_of_width_8_3_not_4():
+    """The paper's abstract has it match a gated unit of four times the width; that has half as many again."""
+    def size(**changes):
+        return sum(p.numel() for p in make(d_model=24, **changes).blocks[0].ffn.parameters())
+
+    assert size(d_ff=48) == size(ffn="swiglu", d_ff=64) == size(ffn="gelu", d_ff=96)  # 2, 8/3, 4 times 24
+    assert size(ffn="swiglu", d_ff=96) == 1.5 * size(d_ff=48)
+
+
 def test_budget_counts_parameters_rows_sums_and_flops():
     with torch.device("meta"):
         model = LanguageModel(ModelConfig())

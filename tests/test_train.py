@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--data=small", "--vocab_size=300", "--context=16", "--n_layer=2", "--d_model=16", "--n_head=2",
          "--d_ff=24", "--batch_size=4", "--device=cpu", "--lr=1e-2", "--sample_tokens=5", "--log_every=2",
          "--out=run"]
+HELIX = ["--n_layer=3", "--position=helix", "--mixer=cross_layer", "--ffn=dual_stream", "--norm=offset_rms",
+         "--init=normal", "--token_merging=paper", "--merge_threshold=0.5"]
 NAMES = "Lily Tom Mia Ben Anna Max Sara Tim".split()
 
 
@@ -191,9 +193,10 @@ def test_exactly_so_many_steps(here, monkeypatch, steps):
     assert (not moments) if steps == 0 else all(state["step"].item() == steps for state in moments.values())
 
 
-def test_resume_is_exact_to_the_last_bit(here, monkeypatch):
+@pytest.mark.parametrize("model", [[], HELIX], ids=["nano", "helix"])
+def test_resume_is_exact_to_the_last_bit(here, monkeypatch, model):
     """20 steps = 10 + 10, with an evaluation (and its sample) before, at and after the break."""
-    words = ["--max_steps=20", "--eval_every=5"]
+    words = ["--max_steps=20", "--eval_every=5", *model]
     assert run(monkeypatch, *words) is None
     whole, whole_best, whole_log = load(), load("out/run/best.pt"), log_rows()
     save = train.save_checkpoint
@@ -324,6 +327,17 @@ def test_the_log_has_what_the_readme_says(here, monkeypatch):
     assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
 
 
+def test_the_log_tells_how_many_tokens_merge_and_what_that_saves(here, monkeypatch, capsys):
+    assert run(monkeypatch, *HELIX, "--max_steps=6", "--eval_every=3") is None
+    ratios = [row["merge_ratio"] for row in log_rows()]
+    assert ratios[0] == "" and all(0 < float(ratio) <= 0.5 for ratio in ratios[1:])
+    assert len(set(ratios)) > 2  # each row has its own
+    last = float(ratios[-1])
+    assert f"merged {last:.1%} of the tokens in 1 of 3 layers, which saves " in capsys.readouterr().out
+    assert run(monkeypatch, "--max_steps=2") is None
+    assert {row["merge_ratio"] for row in log_rows()} == {""}  # nothing merges
+
+
 def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
     assert run(monkeypatch, "--max_steps=0") is None
     out = capsys.readouterr().out
@@ -332,8 +346,9 @@ def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
         assert words in out, words
 
 
-def test_bfloat16_and_checkpointing_run_on_cpu(here, monkeypatch):
-    assert run(monkeypatch, "--max_steps=4", "--dtype=bfloat16", "--gradient_checkpointing") is None
+@pytest.mark.parametrize("model", [[], HELIX], ids=["nano", "helix"])
+def test_bfloat16_and_checkpointing_run_on_cpu(here, monkeypatch, model):
+    assert run(monkeypatch, "--max_steps=4", "--dtype=bfloat16", "--gradient_checkpointing", *model) is None
     assert all(w.dtype == torch.float32 for w in load()["model"].values())
 
 
