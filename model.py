@@ -9,12 +9,13 @@ Two decoder-only transformers, whose parts can also be mixed. What is new, compa
   all queries so far (III.C).
 - A feed-forward with a product *and* a linear bypass inside, the "butterfly" (III.D).
 
-And in the Wiola helix family (147 million to 2.2 billion parameters; PyPI `wiola`; "helix paper" below):
+And in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 billion parameters; PyPI
+`wiola`; "helix paper" below, its sections in brackets):
 
-- Rotary positions whose radius swings as well: the "helix" (section 6).
-- Attention that looks at the text and at the layers below, by the running means of their outputs (7).
-- Neighbours that are nearly the same share one place in the middle layers while training (8).
-- A feed-forward of two streams, and a norm that shifts its input before it scales (9, 5).
+- Rotary positions whose radius swings as well: the "helix" (6).
+- Attention that looks at the text and at the layers below, through running means of their outputs (7).
+- Neighbours that are nearly the same are merged for attention in the middle layers, in training only (8).
+- A feed-forward of two streams (9), and a norm that shifts its input before it scales (5).
 
 What is unusual about the file: one memory, with two verbs, serves training and decoding. Everything that
 looks at the past is a list of rows (keys, values) or a running sum (of queries, of layer outputs), so every
@@ -35,7 +36,7 @@ Letters in the shape comments (in brackets the papers' letter, where it is anoth
   C  width of the residual stream [d]  H  query heads
   K  key/value heads (K = H, or fewer, each shared by a group of H/K query heads)
   D  width of a head [d_h]             F  inner width of the feed-forward [d_ff]
-  L  layers below that are looked at [Lambda]
+  L  layers below that are looked at [Lambda; the papers' L is the number of layers]
   M  tokens that are left after merging [T']
 """
 
@@ -53,7 +54,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class ModelConfig:
-    """One field for each choice. The defaults are Wiola Nano; each ablation of the papers is one field."""
+    """One field for each choice. The defaults are Wiola Nano; each ablation is one field."""
 
     vocab_size: int = 32000  # token ids the model knows (V)
     context: int = 1024  # longest window in tokens
@@ -67,13 +68,13 @@ class ModelConfig:
     position: str = "spiral"  # rotary tables: spiral, helix
     rope_base: float = 10000.0  # how slowly the slowest pair of coordinates turns
     alpha: float = 0.05  # spiral: by what share the slowest pair is sped up; 0 is standard rotary
-    winding: float = 8.0  # helix: one more turn in so many
-    radial_amplitude: float = 0.1  # helix: how far the radius swings from 1
-    radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary
+    winding: float = 8.0  # helix: for every so many turns, one extra (k_s)
+    radial_amplitude: float = 0.1  # helix: how far the radius swings from 1 (a_s)
+    radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary (f_s)
     mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, cross_layer, attention
     gate: bool = True  # gated_spiral: multiply scores by the gate
     gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
-    lookback: int = 2  # cross_layer: how many layers below a token looks at; 0: none
+    lookback: int = 2  # cross_layer: how many layers below its own (not tokens back) a token looks at
     phi: float = -3.0  # cross_layer: sigmoid(phi) is the share that the layers below get at first
     ffn: str = "butterfly"  # feed-forward: butterfly, dual_stream, swiglu, gelu
     norm: str = "rms"  # normalisation: rms, offset_rms
@@ -102,7 +103,7 @@ class ModelConfig:
         if self.ffn == "dual_stream" and self.narrow_width < 1:
             raise ValueError(f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream.")
         if self.lookback < 0:
-            raise ValueError(f"lookback must not be negative, as {self.lookback} is.")
+            raise ValueError(f"lookback={self.lookback} must not be negative.")
 
     @property
     def kv_heads(self):  # K
@@ -117,7 +118,7 @@ class ModelConfig:
         return self.d_narrow or self.d_ff // 4
 
     @property
-    def layers_below(self):  # L
+    def layers_below(self):  # L: lookback, or 0 if the mixer does not look below
         return self.lookback if getattr(PARTS["mixer"][self.mixer], "looks_below", False) else 0
 
 
@@ -144,10 +145,13 @@ def spiral_rotary(config, position):
 def helix_rotary(config, position):
     """Helical rotary encoding, "SRPE" (helix paper 6.2, equations 11-16). For position p and pair j:
 
-        c = r cos Theta, s = r sin Theta, Theta = p w (1 + 1/k_s), r = 1 + a_s sin(p f_s w), w = base^(-2j/D)
+        w     = base^(-2j/D)               angle per token in standard rotary encoding
+        Theta = p w (1 + 1/k_s)            k_s = winding
+        r     = 1 + a_s sin(f_s p w)       a_s = radial_amplitude, f_s = radial_frequency
 
-    position (T,) -> c, s (T, D/2). The two winding angles of the paper add up to one: standard rotary at
-    1 + 1/k_s times the position. New is the radius r; it makes scores depend on where both tokens stand.
+    position (T,) -> r cos Theta, r sin Theta (T, D/2). The paper speaks of two angles, p w and p w / k_s, but
+    only their sum is used: standard rotary, turning 1 + 1/k_s times as fast. New is the radius. It stretches
+    queries and keys, so scores depend on where both tokens stand, not only on their distance.
     """
     half = config.head_width // 2
     j = torch.arange(half, dtype=position.dtype, device=position.device)
@@ -158,7 +162,7 @@ def helix_rotary(config, position):
 
 
 def apply_rotary(x, cos, sin):
-    """Turn the pairs of x (B, H, T, D), queries or keys, by the angles of the tables (T, D/2). Same shape."""
+    """Turn (with the helix, also stretch) the pairs of x (B, H, T, D), queries or keys; cos, sin (T, D/2)."""
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D) -> 2 x (B, H, T, D/2)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
 
@@ -167,8 +171,8 @@ def apply_rotary(x, cos, sin):
 # Memory
 
 
-def wide(x):
-    """x in float32, or as it is if that is wider: sums and losses are never kept in half precision."""
+def at_least_float32(x):
+    """x in float32, or as it is if that is wider: sums, norms and losses are never kept in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -183,7 +187,7 @@ class NoCache:
 
     def running_sum(self, name, x):
         """x (B, T, ...) -> inclusive prefix sums over T, same shape, float32 or wider."""
-        return wide(x).cumsum(dim=1)
+        return at_least_float32(x).cumsum(dim=1)
 
     def advance(self, idx):
         pass
@@ -219,7 +223,7 @@ class Cache:
 
     def running_sum(self, name, x):
         """x (B, T, ...) -> prefix sums that go on from the tokens before, same shape, float32 or wider."""
-        total = wide(x).cumsum(dim=1) + self.sums.get(name, 0)
+        total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
         self.new_sums[name] = total[:, -1:].detach().clone()
         return total
 
@@ -231,9 +235,9 @@ class Cache:
 
 
 def running_mean(past, name, x):
-    """Mean over all tokens up to and including each one. (B, T, D) -> (B, T, D), float32 or wider."""
+    """Mean over all tokens up to and including each one. (B, T, n) -> the same shape, float32 or wider."""
     count = torch.arange(past.length + 1, past.length + x.size(1) + 1, device=x.device)
-    return past.running_sum(name, x) / count[:, None]  # (B, T, D) / (T, 1)
+    return past.running_sum(name, x) / count[:, None]  # (B, T, n) / (T, 1)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -272,18 +276,19 @@ def rms_norm(config):
     return nn.RMSNorm(config.d_model, config.norm_eps)
 
 
-class OffsetRMSNorm(nn.Module):
-    """The same of x + offset, a learned vector: "WiolaRMSNorm" (helix paper 5, equation 9). In float32."""
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm of x + offset, where offset is a learned vector: "WiolaRMSNorm" (helix paper 5, equation 9).
+
+    Computed in float32: in bfloat16, 256 + 1 = 256.
+    """
 
     def __init__(self, config):
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.d_model))  # gain
+        super().__init__(config.d_model, config.norm_eps)
         self.offset = nn.Parameter(torch.zeros(config.d_model))
 
     def forward(self, x):
-        z = wide(x) + self.offset
-        return (self.weight * F.rms_norm(z, z.shape[-1:], eps=self.eps)).type_as(x)
+        z = at_least_float32(x) + self.offset
+        return (self.weight * F.rms_norm(z, self.normalized_shape, eps=self.eps)).type_as(x)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -330,9 +335,9 @@ class GatedSpiralAttention(Attention):
         head h: sum over s <= t of softmax_s(g_t^h q_t^h . k_s^h / sqrt(D)) v_s^h
 
     A gate is an inverse temperature that the text so far decides: near 1 the head attends as usual, near 0 it
-    returns the plain mean of the values so far. (It does not fall silent, as the paper has it.) A sum and a
-    count are enough to go on from, so decoding has the same gates as training. And since g scales a whole row
-    of scores, g (q . k) = (g q) . k: folded into the query, it leaves the fused kernels usable.
+    returns the plain mean of the values so far. (The paper says that it falls silent. It does not.) A sum and
+    a count are enough to go on from, so decoding has the same gates as training. And since g scales a whole
+    row of scores, g (q . k) = (g q) . k: folded into the query, it leaves the fused kernels usable.
     """
 
     def __init__(self, config, name):
@@ -362,10 +367,11 @@ class CrossLayerAttention(Attention):
         o_h = (1 - beta) softmax(q_h . K / sqrt(D)) V  +  beta softmax(q_h . K' / sqrt(D)) V'
         y   = W_out (sigmoid(W_gate x) * [o_1; ..; o_H])
 
-    K and V come from the tokens so far, K' and V' from the summaries of the L layers below. A summary is the
-    running mean of a layer's output, as in the published code. The paper's mean over the whole sequence
-    (equation 20) would show each token the future, and could not be cached. The first layer has nothing
-    below: no blend, and W_K', W_V' and phi are idle in it.
+    K and V come from the tokens so far; K' = W_K' s and V' = W_V' s from summaries s of the L layers below.
+    Token t sees L vectors, the running means up to t of those layers' outputs, as in the published code. The
+    paper's mean over the whole sequence (equation 20) would show each token the future, and could not be
+    cached. The queries are rotated and K' is not (equation 26): these scores depend on the absolute position.
+    The first layer has nothing below it: no blend, and W_K', W_V' and phi are idle in it.
     """
 
     looks_below = True
@@ -373,16 +379,16 @@ class CrossLayerAttention(Attention):
     def __init__(self, config, name):
         super().__init__(config, name)
         self.gate = nn.Linear(config.d_model, self.sizes[0], bias=False)
-        self.kv_below = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K^ctx, W_V^ctx in one
+        self.kv_below = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one product
         self.phi = nn.Parameter(torch.tensor(config.phi))
 
     def look_below(self, q, below):
-        """Queries (B, H, T, D) and L summaries (B, T, C) -> (B, H, T, D): a token attends to its own L."""
+        """q (B, H, T, D), rotated; L summaries (B, T, C) -> (B, H, T, D): a token reads its own L vectors."""
         summaries = torch.stack(below, dim=2).type_as(q)  # (B, T, L, C)
         k, v = self.kv_below(summaries).unflatten(-1, (2, -1, self.d_head)).unbind(3)  # 2 x (B, T, L, K, D)
         q = q.unflatten(1, (k.size(3), -1))  # (B, H, T, D) -> (B, K, G, T, D), G = H/K
         scores = torch.einsum("bkgtd,btlkd->bkgtl", q, k) / self.d_head**0.5
-        weights = wide(scores).softmax(dim=-1).type_as(v)
+        weights = at_least_float32(scores).softmax(dim=-1).type_as(v)
         return torch.einsum("bkgtl,btlkd->bkgtd", weights, v).flatten(1, 2)
 
     def forward(self, x, rotary, past, below=()):
@@ -400,7 +406,7 @@ class CrossLayerAttention(Attention):
 
 
 class FeedForward(nn.Module):
-    """y = W_down inner(a, b, ...), where a, b, ... = W_a x, W_b x, ..., each F wide, are one product."""
+    """y = W_down inner(a, b, ...), where a, b, ... = W_a x, W_b x, ..., each F wide, in one product."""
 
     def __init__(self, config, width=0):
         super().__init__()
@@ -440,8 +446,9 @@ class GELU(FeedForward):
 
 
 class DualStream(nn.Module):
-    """A narrow SwiGLU a and a wide GELU b, "DSFF" (helix paper 9): alpha * a + (1 - alpha) * b, where
-    alpha = sigmoid(W_f [a; b]) weighs each coordinate. 3 C F_a + 2 C F_b + 2 C^2 parameters."""
+    """Two streams side by side, "DSFF" (helix paper 9): a = SwiGLU(x), narrow, and b = GELU(x), wide; of them
+    alpha * a + (1 - alpha) * b, where alpha = sigmoid(W_f [a; b]) has one weight for each coordinate.
+    3 C F_a + 2 C F_b + 2 C^2 parameters, F_a = d_narrow, F_b = d_ff."""
 
     def __init__(self, config):
         super().__init__()
@@ -455,9 +462,10 @@ class DualStream(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Token merging, "ATM" (helix paper 8): in training, two neighbours that are nearly the same go through the
-# mixer of a middle layer as one, their average, and both get what comes out. Fewer tokens, less work. But so
-# the first sees the second, the very token it is to predict: a leak, published like that. Off by default.
+# Token merging, "ATM" (helix paper 8). In training, two neighbours that are nearly the same go through the
+# mixer of a middle layer as one vector, their average, and both get its output: fewer tokens, less work. (The
+# feed-forward still sees them all.) But so the first of a pair sees the second, the very token that it is to
+# predict. The published method has this leak; here it is off unless a config asks for it.
 
 
 def greedy_pairs(x, threshold):
@@ -467,24 +475,25 @@ def greedy_pairs(x, threshold):
     of similar neighbours these are the first two, the next two, ...: a token's offset from the start of its
     run decides, and the start is a running maximum. No loop over tokens.
     """
-    x = wide(x)
-    length, dot = x.norm(dim=-1), (x[:, 1:] * x[:, :-1]).sum(dim=-1)  # (B, T), (B, T - 1)
-    similar = F.pad(dot > threshold * length[:, 1:] * length[:, :-1], (1, 0))  # (B, T): to the token before
+    x = at_least_float32(x)
+    similar = F.cosine_similarity(x[:, 1:], x[:, :-1], dim=-1) > threshold  # (B, T - 1)
+    similar = F.pad(similar, (1, 0))  # (B, T): like the token before? The first has none
     t = torch.arange(x.size(1), device=x.device)
-    start = torch.where(similar, 0, t).cummax(dim=1).values  # (B, T): the first token of each one's run
+    start = torch.where(similar, 0, t).cummax(dim=1).values  # (B, T): where its run starts
     return (t - start) % 2 == 1
 
 
 def take(x, index):
-    """x (B, T, C), index (B, N) -> (B, N, C): rows of each sequence."""
+    """x (B, T, C), index (B, N) -> (B, N, C): x[b, index[b]] for each sequence b."""
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 
 def mix_merged(mixer, second, x, rotary, past, below):
-    """The mixer on pairs merged into one, `second` (B, T) telling who joins the token before. As a mixer.
+    """The mixer on pairs merged into one; second (B, T) is True for a token that joins the one before it.
 
-    Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference; the layers below
-    are seen from a pair's last token. Rows that merge more are padded at the end, where nothing looks.
+    Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference. A pair sees the
+    layers below as its last token does. Sequences that merge more are padded at the end, with copies of token
+    0 that no other token sees (attention is causal) and that are not copied back.
     """
     group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair, or of itself if alone
     M = int(group.max()) + 1
@@ -503,24 +512,24 @@ def mix_merged(mixer, second, x, rotary, past, below):
 class PreNormBlock(nn.Module):
     """x = x + Mixer(Norm(x)), then x = x + FFN(Norm(x)) (both papers).
 
-    With token merging, layers n/3 up to 2n/3 of n merge, in training and never with a cache; `merge_ratio` is
-    then the share of tokens that the last pass merged away, the paper's mu.
+    With token merging, layers n/3 .. 2n/3 - 1 of n merge, in training and never with a cache; `merge_ratio`
+    is then the share of tokens that the last pass merged away, the paper's mu.
     """
 
-    def __init__(self, config, name):
+    def __init__(self, config, layer):
         super().__init__()
-        middle = config.n_layer // 3 <= int(name) < 2 * config.n_layer // 3
-        self.pairs = PARTS["token_merging"][config.token_merging] if middle else None
+        middle = config.n_layer // 3 <= layer < 2 * config.n_layer // 3
+        self.find_pairs = PARTS["token_merging"][config.token_merging] if middle else None
         self.merge_threshold, self.merge_ratio = config.merge_threshold, 0.0
         self.norm_1 = PARTS["norm"][config.norm](config)
-        self.mixer = PARTS["mixer"][config.mixer](config, name)
+        self.mixer = PARTS["mixer"][config.mixer](config, str(layer))
         self.norm_2 = PARTS["norm"][config.norm](config)
         self.ffn = PARTS["ffn"][config.ffn](config)
 
     def forward(self, x, rotary, past, below=()):
         h = self.norm_1(x)
-        if self.pairs and self.training and isinstance(past, NoCache):
-            second = self.pairs(h.detach(), self.merge_threshold)
+        if self.find_pairs and self.training and isinstance(past, NoCache):
+            second = self.find_pairs(h.detach(), self.merge_threshold)
             self.merge_ratio = second.float().mean()
             x = x + mix_merged(self.mixer, second, h, rotary, past, below)
         else:
@@ -533,7 +542,10 @@ def truncated_normal(weight, std):
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
-# A new part is one class (or function) and one line here: then a config can ask for it by name.
+# The choices for each field of ModelConfig that names a part. A new part is one class (or function) and one
+# line here. They are called as
+#   position(config, position)    norm, ffn(config)    mixer(config, name)    block(config, layer)
+#   token_merging(x, threshold)   init(weight, std=std)
 PARTS = {
     "position": {"spiral": spiral_rotary, "helix": helix_rotary},
     "norm": {"rms": rms_norm, "offset_rms": OffsetRMSNorm},
@@ -558,7 +570,7 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """
     if temperature < 1e-6:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = wide(logits) / temperature
+    logits = at_least_float32(logits) / temperature
     if not top_k and top_p >= 1:
         return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)  # sorting would cost more
     V = logits.size(-1)
@@ -579,7 +591,7 @@ class LanguageModel(nn.Module):
         self.gradient_checkpointing = False  # in training, recompute each block in backward: less memory
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         block = PARTS["block"][config.block]
-        self.blocks = nn.ModuleList(block(config, str(layer)) for layer in range(config.n_layer))
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
         self.norm = PARTS["norm"][config.norm](config)
         self.apply(self.init_weights)
 
@@ -615,10 +627,10 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
         rotary = self.rotary(past.length, T)
         x = self.embedding(idx)  # (B, T) -> (B, T, C)
-        below = []  # summaries of the last layers: the running means of their outputs, (B, T, C) each
+        below = []  # summaries of the layers just beneath: running means of their outputs, (B, T, C) each
         for layer, block in enumerate(self.blocks):
             if layer and self.config.layers_below:
-                summary = running_mean(past, f"{layer - 1}.output", x)
+                summary = running_mean(past, f"{layer - 1}.output", x)  # x is still the output of that layer
                 below = [*below, summary][-self.config.layers_below:]
             if self.gradient_checkpointing and self.training:
                 x = checkpoint(block, x, rotary, past, below, use_reentrant=False)
@@ -629,11 +641,11 @@ class LanguageModel(nn.Module):
         past.advance(idx)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())  # ignores -100
+        return logits, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())
 
     def merge_ratio(self):
-        """The share of tokens that the last training pass merged away, the mean over the layers that merge."""
-        ratios = [block.merge_ratio for block in self.blocks if block.pairs]
+        """The share of tokens that the last training pass merged away, a mean over the layers that merge."""
+        ratios = [block.merge_ratio for block in self.blocks if block.find_pairs]
         return float(sum(ratios) / max(1, len(ratios)))
 
     @torch.no_grad()

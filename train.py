@@ -576,7 +576,7 @@ def report(row, meta, n_val):
 def report_merging(model, ratio, batch_size):
     """One line on what token merging saves in a step, forward and backward, when it merges away this share.
 
-    Counted on a copy that has shapes only. In fact it is a little less: a batch is as long as its longest row.
+    Counted on a copy that has shapes only. In fact a little less: a batch is as long as its longest row.
     """
     from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
 
@@ -593,11 +593,11 @@ def report_merging(model, ratio, batch_size):
         for n in (T, round((1 - ratio) * T)):
             x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
             at_length[n] = flops(mixer, x, tables, NoCache(), [x] * config.layers_below)
-    layers = sum(block.pairs is not None for block in model.blocks)
+    layers = sum(block.find_pairs is not None for block in model.blocks)
     saved = layers * (at_length[T] - at_length[n])
     return (f"merged {ratio:.1%} of the tokens in {layers} of {config.n_layer} layers, which saves "
-            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (mu (2 - mu), the paper's "
-            f"figure, is {ratio * (2 - ratio):.1%}: of the scores of these layers alone)")
+            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (mu (2 - mu), as in the "
+            f"paper, is {ratio * (2 - ratio):.1%}: of the scores of these layers alone)")
 
 
 def show_sample(model, tokenizer, config):

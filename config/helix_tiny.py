@@ -17,7 +17,7 @@ embedding_std = 0.3  # see tiny.py
 
 max_steps = 1200
 batch_size = 8
-lr = 2e-3
+lr = 4e-3
 min_lr = 1e-4
 warmup = 0.1
 weight_decay = 0.0

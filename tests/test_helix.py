@@ -1,4 +1,4 @@
-"""The promises of the helix family: sizes, slow twins, token merging and its leak, and what the paper says."""
+"""The promises of the helix family: sizes, slow twins, token merging and its leak, what the paper says."""
 
 import math
 from pathlib import Path
@@ -79,7 +79,7 @@ def greedy_loop(x, threshold):
 
 
 def twin(model, tokens):
-    """Logits of the helix family for one sequence, written from the paper as loops over layers, tokens, heads.
+    """Logits of the helix family for one sequence, written from the paper as loops over layers and tokens.
 
     In training mode with token merging. Summaries are running means, each taken anew.
     """
@@ -387,7 +387,7 @@ def test_group_h_mod_K_would_be_another_model(monkeypatch):
 # ------------------------------------------------------------------------------------- training, precision
 
 
-@pytest.mark.parametrize("changes", [HELIX | {"n_layer": 5, "lookback": 3}, MERGING], ids=["plain", "merging"])
+@pytest.mark.parametrize("changes", [HELIX | {"n_layer": 5, "lookback": 3}, MERGING], ids=["off", "merging"])
 def test_gradient_checkpointing_gives_the_same_gradients(changes):
     grads = []
     for flag in (False, True):
