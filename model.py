@@ -65,24 +65,26 @@ class ModelConfig:
     d_head: int = 0  # width of a head (D), even; 0: d_model / n_head
     d_ff: int = 512  # inner width of the feed-forward (F)
     d_narrow: int = 0  # dual_stream: inner width of its narrow stream (d_ff is the wide one's); 0: d_ff / 4
-    position: str = "spiral"  # rotary tables: spiral, helix
+    position: str = "spiral"  # rotary tables: spiral, mirrored (the other way), helix
     rope_base: float = 10000.0  # how slowly the slowest pair of coordinates turns
     alpha: float = 0.05  # spiral: by what share the slowest pair is sped up; 0 is standard rotary
     winding: float = 8.0  # helix: for every so many turns, one extra (k_s)
     radial_amplitude: float = 0.1  # helix: how far the radius swings from 1 (a_s)
     radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary (f_s)
-    mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, cross_layer, attention
+    mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, cross_layer, hydra, attention
     gate: bool = True  # gated_spiral: multiply scores by the gate
     gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
     lookback: int = 2  # cross_layer: how many layers below its own (not tokens back) a token looks at
     phi: float = -3.0  # cross_layer: sigmoid(phi) is the share that the layers below get at first
     ffn: str = "butterfly"  # feed-forward: butterfly, dual_stream, swiglu, gelu
-    norm: str = "rms"  # normalisation: rms, offset_rms
-    norm_eps: float = 1e-6  # added to the mean square before its root
-    block: str = "prenorm"  # how a layer is put together: prenorm
+    norm: str = "rms"  # normalisation: rms, offset_rms, bare_rms
+    norm_eps: float = 1e-6  # added to the mean square before its root (bare_rms has its own)
+    embedding_norm: bool = False  # normalise the embedding as well
+    block: str = "prenorm"  # how a layer is put together: prenorm, silia (without ffn)
     token_merging: str = "off"  # merge similar neighbours in training, in the middle layers: off, paper
     merge_threshold: float = 0.92  # cosine above which neighbours merge
-    init: str = "truncated_normal"  # initial matrices: truncated_normal, normal
+    sink_token: str = ""  # special token that stands in front of every window and every prompt
+    init: str = "truncated_normal"  # initial weights: truncated_normal, normal, pytorch (what PyTorch does)
     embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
     def __post_init__(self):
@@ -102,6 +104,10 @@ class ModelConfig:
             raise ValueError(f"d_head={self.head_width} must be even: positions turn pairs of coordinates.")
         if self.ffn == "dual_stream" and self.narrow_width < 1:
             raise ValueError(f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream.")
+        if self.mixer == "hydra" and self.n_head % 2:
+            raise ValueError(f"n_head={self.n_head} must be even with mixer='hydra': half attend, half sum.")
+        if self.block == "silia" and self.mixer != "hydra":
+            raise ValueError(f"block='silia' is made of mixer='hydra', not {self.mixer!r}.")
         if self.lookback < 0:
             raise ValueError(f"lookback={self.lookback} must not be negative.")
 
@@ -140,6 +146,12 @@ def spiral_rotary(config, position):
     theta = config.rope_base ** (-i / half) * (1 + config.alpha * ((i + 1) / half).sqrt())
     angle = position[:, None] * theta  # (T, 1), (D/2,) -> (T, D/2)
     return angle.cos(), angle.sin()
+
+
+def mirrored_rotary(config, position):
+    """The spiral turned the other way; with alpha = 0, Silia's rotary. Only trained weights know the difference."""
+    cos, sin = spiral_rotary(config, position)
+    return cos, -sin
 
 
 def helix_rotary(config, position):
@@ -276,6 +288,16 @@ def rms_norm(config):
     return nn.RMSNorm(config.d_model, config.norm_eps)
 
 
+def unit_rms(x):
+    """x / sqrt(mean(x^2) + eps), no gain, in float32; eps is the step from 1 to the next float32 (Silia)."""
+    return F.rms_norm(at_least_float32(x), x.shape[-1:]).type_as(x)
+
+
+def bare_rms_norm(config):
+    """`unit_rms`, as a part."""
+    return unit_rms
+
+
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm of x + offset, where offset is a learned vector: "WiolaRMSNorm" (helix paper 5, equation 9).
 
@@ -399,6 +421,49 @@ class CrossLayerAttention(Attention):
             beta = self.phi.sigmoid()
             heads = (1 - beta) * heads + beta * self.look_below(q, below)
         return self.out(self.gate(x).sigmoid() * join_heads(heads))
+
+
+class HydraAttention(nn.Module):
+    """Hydra latent attention (Silia v2): even heads attend ("XLA"), odd heads sum ("AFT", arXiv:2105.14103).
+    n is the norm without gain; q, k, v of all heads come from one latent vector, W_qkv W_latent n(x).
+
+        even  a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
+              y_t = a_t without its part along v_t: what the token itself does not say already
+        odd   y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
+
+    The odd heads remember two sums, however long the text is. |n(k)| <= sqrt(D), so exp cannot overflow. Unlike
+    other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
+    """
+
+    def __init__(self, config, name, d_in=0, d_out=0):
+        super().__init__()
+        self.name, self.d_head = name, config.head_width
+        d_in, inner = d_in or config.d_model, config.n_head * config.head_width
+        self.latent = nn.Linear(d_in, config.d_model, bias=False)
+        self.qkv = nn.Linear(config.d_model, 3 * inner, bias=False)  # rows: head by head its q, k, v
+        self.gate = nn.Linear(d_in, inner // 2)
+        self.out = nn.Linear(inner, d_out or config.d_model, bias=False)
+
+    def forward(self, x, rotary, past, below=()):
+        h = unit_rms(x)
+        even, odd = self.qkv(self.latent(h)).unflatten(-1, (-1, 2, 3, self.d_head)).unbind(3)
+        gate = self.gate(h).sigmoid().unflatten(-1, (-1, self.d_head))  # (B, T, H/2, D), as are q, k, v below
+        heads = [self.attend(*even.unbind(3), gate, rotary, past), self.sum(*odd.unbind(3), past)]
+        return self.out(torch.stack(heads, dim=3).flatten(2))  # interleaved again: (B, T, H*D)
+
+    def attend(self, q, k, v, gate, rotary, past):
+        q, k, rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H/2, T, D)
+        q, k = unit_rms(apply_rotary(q, *rotary)), unit_rms(apply_rotary(k, *rotary))
+        k, rows = past.append(self.name + ".key", k), past.append(self.name + ".value", rows)
+        a = gate * causal_attention(q, k, rows).transpose(1, 2)
+        own = F.normalize(v, dim=-1)
+        return a - (a * own).sum(dim=-1, keepdim=True) * own
+
+    def sum(self, q, k, v, past):
+        weight = at_least_float32(unit_rms(k)).exp()
+        total = past.running_sum(self.name + ".weight", weight)
+        mean = past.running_sum(self.name + ".weighted", weight * v) / (total + 1e-6)
+        return unit_rms(q).sigmoid() * mean.type_as(q)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -537,6 +602,21 @@ class PreNormBlock(nn.Module):
         return x + self.ffn(self.norm_2(x))
 
 
+class SiliaBlock(nn.Module):
+    """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2)."""
+
+    find_pairs = None  # no token merging
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.unit_1 = HydraAttention(config, f"{layer}.1", config.d_model, 2 * config.d_ff)
+        self.unit_2 = HydraAttention(config, f"{layer}.2", config.d_ff, config.d_model)
+
+    def forward(self, x, rotary, past, below=()):
+        u, v = self.unit_1(x, rotary, past).chunk(2, dim=-1)  # 2 x (B, T, F)
+        return x + self.unit_2(u * F.silu(v), rotary, past)
+
+
 def truncated_normal(weight, std):
     """Fill with a normal of deviation std, cut at two deviations."""
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -547,14 +627,14 @@ def truncated_normal(weight, std):
 #   position(config, position)    norm, ffn(config)    mixer(config, name)    block(config, layer)
 #   token_merging(x, threshold)   init(weight, std=std)
 PARTS = {
-    "position": {"spiral": spiral_rotary, "helix": helix_rotary},
-    "norm": {"rms": rms_norm, "offset_rms": OffsetRMSNorm},
+    "position": {"spiral": spiral_rotary, "mirrored": mirrored_rotary, "helix": helix_rotary},
+    "norm": {"rms": rms_norm, "offset_rms": OffsetRMSNorm, "bare_rms": bare_rms_norm},
     "mixer": {"gated_spiral": GatedSpiralAttention, "cross_layer": CrossLayerAttention,
-              "attention": Attention},
+              "hydra": HydraAttention, "attention": Attention},
     "ffn": {"butterfly": Butterfly, "dual_stream": DualStream, "swiglu": SwiGLU, "gelu": GELU},
-    "block": {"prenorm": PreNormBlock},
+    "block": {"prenorm": PreNormBlock, "silia": SiliaBlock},
     "token_merging": {"off": None, "paper": greedy_pairs},
-    "init": {"truncated_normal": truncated_normal, "normal": nn.init.normal_},
+    "init": {"truncated_normal": truncated_normal, "normal": nn.init.normal_, "pytorch": None},
 }
 
 
@@ -597,6 +677,8 @@ class LanguageModel(nn.Module):
 
     def init_weights(self, module):
         """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0."""
+        if PARTS["init"][self.config.init] is None:
+            return
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = self.config.embedding_std if isinstance(module, nn.Embedding) else 0.02
             PARTS["init"][self.config.init](module.weight, std=std)
@@ -627,6 +709,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
         rotary = self.rotary(past.length, T)
         x = self.embedding(idx)  # (B, T) -> (B, T, C)
+        if self.config.embedding_norm:
+            x = unit_rms(x)
         below = []  # summaries of the layers just beneath: running means of their outputs, (B, T, C) each
         for layer, block in enumerate(self.blocks):
             if layer and self.config.layers_below:
@@ -663,6 +747,8 @@ class LanguageModel(nn.Module):
             if cache.length + idx.size(1) > self.config.context:
                 seen = idx if cache.tokens is None else torch.cat([cache.tokens, idx], dim=1)
                 idx = seen[:, -max(1, self.config.context // 2):]
+                if self.config.sink_token:  # it stays in front
+                    idx = torch.cat([seen[:, :1], idx[:, 1:]], dim=1)
                 cache.reset()
             logits, _ = self(idx, cache=cache, last_only=True)
             idx = sample_token(logits[:, -1, :n_ids], temperature, top_k, top_p, generator)

@@ -88,6 +88,10 @@ class Writer:
         self.model = load_model(checkpoint).to(device, dtype).eval()
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             raise ValueError("the checkpoint's tokenizer has more tokens than its model.")
+        self.sink_token = self.model.config.sink_token
+        if self.sink_token not in ("", *self.tokenizer.specials):
+            raise ValueError(f"the checkpoint's tokenizer lacks its model's sink_token {self.sink_token!r}.")
+        self.sink = [self.tokenizer.specials[self.sink_token]] if self.sink_token else []
         self.cache = Cache(self.model.config.context)
         self.generator = torch.Generator(device).manual_seed(args.seed)
         self.n_tokens, self.seconds = 0, 0.0
@@ -118,14 +122,14 @@ def chat(writer):
 
     tokenizer = writer.tokenizer
     end = tokenizer.specials.get("<|end|>")
-    unseen = []  # ids that the cache has not read yet
+    unseen = writer.sink[:]  # ids that the cache has not read yet
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline() if sys.stdin else ""
         if not line:
             return
         turn = encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
-        unseen += tokenizer.encode("\n") + turn if unseen else turn
+        unseen += turn if unseen == writer.sink else tokenizer.encode("\n") + turn
         answer = writer.write(unseen, {end, tokenizer.end_of_text})
         unseen = answer[-1:]  # drawn, but not read yet
         if unseen != [end]:  # cut off: the turn ends all the same
@@ -142,7 +146,8 @@ def main():
         if args.chat:
             chat(writer)
         else:
-            ids = writer.tokenizer.encode(prompt) or [writer.tokenizer.end_of_text]
+            text = prompt.removeprefix(writer.sink_token)  # typing the sink makes no second one
+            ids = writer.sink + (writer.tokenizer.encode(text) or [writer.tokenizer.end_of_text])
             context = writer.model.config.context
             if len(ids) > context:
                 print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "

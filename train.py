@@ -54,9 +54,12 @@ class TrainConfig:
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     grad_accum: int = 1  # read the batch in this many parts: less memory, the same step
+    optimizer: str = "adamw"  # adamw, or muon: torch.optim.Muon for the matrices of the blocks, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
     min_lr: float = 0.0  # where the cosine ends
+    schedule: str = "cosine"  # learning rate after the warm-up: cosine, or cooldown (constant, then a cosine)
     warmup: float = 0.05  # share of max_steps in which the learning rate rises
+    cooldown: float = 0.45  # schedule=cooldown: share of max_steps, at the end, in which it falls
     weight_decay: float = 0.1  # on matrices and embeddings; never on gains and biases
     beta1: float = 0.9  # AdamW: decay of the gradient's running mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's running mean
@@ -85,6 +88,9 @@ class TrainConfig:
             "data is the name of one folder, under data/":
                 self.data in ("", "..") or self.data != Path(self.data).name,
             "compile is one of auto, on, off": self.compile not in ("auto", "on", "off"),
+            "optimizer is adamw or muon": self.optimizer not in ("adamw", "muon"),
+            "schedule is cosine or cooldown": self.schedule not in ("cosine", "cooldown"),
+            "cooldown is a share of max_steps, between 0 and 1": not 0 <= self.cooldown <= 1,
             "resume and init_from exclude each other": self.resume and bool(self.init_from),
         }
         for sentence, is_so in wrong.items():
@@ -157,6 +163,8 @@ def open_data(name, model_config):
     if not same:
         raise ValueError(f"{folder}/tokenizer.json is not the one that the data was made with.")
     tokenizer = tokenizers.parse(meta["tokenizer"])
+    if model_config.sink_token not in ("", *tokenizer.specials):
+        raise ValueError(f"sink_token={model_config.sink_token!r} is no special token of {folder}/tokenizer.json.")
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
                          f"vocab_size={model_config.vocab_size}.")
@@ -173,18 +181,26 @@ def open_data(name, model_config):
     return splits, tokenizer, meta
 
 
-def get_batch(ids, step, config, context):
-    """The windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context) each."""
+def get_batch(ids, step, config, context, sink=None):
+    """The windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context) each.
+
+    A sink, if there is one, takes the place of the first input; the targets stay what they are.
+    """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
     windows = torch.from_numpy(np.stack([ids[s : s + context + 1] for s in starts]).astype(np.int64))
-    return windows[:, :-1], windows[:, 1:]
+    inputs, targets = windows[:, :-1].clone(), windows[:, 1:]
+    if sink is not None:
+        inputs[:, 0] = sink
+    return inputs, targets
 
 
-def validation_batches(ids, end_of_text, context, batch_size):
+def validation_batches(ids, end_of_text, context, batch_size, sink=None):
     """Yields (inputs, targets): each token of `ids` is a target once, the first one after an end-of-text."""
     stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
-    inputs, targets = stream[:-1], stream[1:]
+    inputs, targets = stream[:-1].clone(), stream[1:]
+    if sink is not None:
+        inputs[::context] = sink  # the first of each window
     whole = len(ids) // context * context  # tokens in full windows; the last, shorter one goes alone
     if whole:
         yield from zip(*(part[:whole].view(-1, context).split(batch_size) for part in (inputs, targets)))
@@ -200,7 +216,8 @@ def evaluate(model, ids, tokenizer, batch_size, autocast):
     device = next(model.parameters()).device
     nats = 0.0
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size):
+    sink = tokenizer.specials.get(model.config.sink_token)
+    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink):
         with autocast:
             nats += model(x.to(device), y.to(device))[1].item() * y.numel()
     model.train()
@@ -215,23 +232,44 @@ def learning_rate(step, config):
     """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
-    min_lr. Never 0 before the end, whatever the settings.
+    min_lr. Never 0 before the end, whatever the settings. With schedule="cooldown" the rate stays at its peak
+    until the last share `cooldown` of the steps, which has the cosine to itself (Silia).
     """
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
         return config.lr * (step + 1) / warm
-    progress = max(0.0, step - warm) / max(1.0, config.max_steps - warm)
+    start = max(warm, (1 - config.cooldown) * config.max_steps) if config.schedule == "cooldown" else warm
+    progress = max(0.0, step - start) / max(1.0, config.max_steps - start)
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def make_optimizer(model, config):
-    """AdamW, with weight decay on matrices and embeddings only. The tied matrix is one of them, once."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps,
-                             fused=True)
+def make_optimizers(model, config):
+    """{name: optimizer}: AdamW, and with optimizer="muon" also Muon, for the matrices of the blocks.
+
+    Weight decay is on matrices and embeddings only. The tied matrix is one of them, once. Muon's steps are
+    scaled to the size of AdamW's, so that one learning rate serves both.
+    """
+    muon = [p for p in model.blocks.parameters() if p.dim() == 2 and config.optimizer == "muon"]
+    rest = [p for p in model.parameters() if not any(p is q for q in muon)]
+    groups = [{"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+              {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}]
+    optimizers = {"AdamW": torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2),
+                                             eps=config.adam_eps, fused=True)}
+    if muon:
+        optimizers["Muon"] = torch.optim.Muon(muon, lr=config.lr, weight_decay=config.weight_decay,
+                                              adjust_lr_fn="match_rms_adamw")
+    return optimizers
+
+
+def set_rates(optimizers, step, config):
+    """Before each step: the learning rate, which is returned; Muon's momentum, from 0.85 to 0.95 in 300 steps."""
+    rate = learning_rate(step, config)
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+            if "momentum" in group:
+                group["momentum"] = 0.85 + 0.1 * min(1.0, step / 300)
+    return rate
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -294,18 +332,22 @@ def load_model(checkpoint):
         raise ValueError(f"the checkpoint does not fit this model.py: {reason}.") from None
 
 
-def load_optimizer(optimizer, state):
-    """Put the saved moments of each parameter into the optimizer; the settings stay those of this run."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def load_optimizers(optimizers, states):
+    """Put the saved moments of each parameter into the optimizers; the settings stay those of this run."""
     try:
-        for i, moments in state["state"].items():
-            for name, x in moments.items():  # the fused kernel trusts these shapes
-                if x.dtype != torch.float32 or x.shape not in (parameters[i].shape, torch.Size([])):
-                    raise ValueError
-        settings_of_this_run = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": state["state"], "param_groups": settings_of_this_run})
+        states = {"AdamW": states} if "state" in states else states  # as it was before there was a choice
+        if states.keys() != optimizers.keys():
+            raise ValueError
+        for name, optimizer in optimizers.items():
+            now, saved = optimizer.state_dict(), states[name]["state"]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for i, moments in saved.items():
+                for x in moments.values():  # the fused kernel trusts these shapes
+                    if x.dtype != torch.float32 or x.shape not in (parameters[i].shape, torch.Size([])):
+                        raise ValueError
+            optimizer.load_state_dict({"state": saved, "param_groups": now["param_groups"]})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        raise ValueError("the optimizer's state in the checkpoint does not fit the model.") from None
+        raise ValueError("the optimizer's state in the checkpoint does not fit the model and the optimizer.") from None
 
 
 def check_same(what, old, new):
@@ -340,16 +382,17 @@ def train(config, model_config):
     else:
         model = new_model(model_config, config.seed)
     model.to(device).gradient_checkpointing = config.gradient_checkpointing
-    optimizer = make_optimizer(model, config)
+    optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     start, best = 0, math.inf
     if config.resume:
         start, best = old["step"], old["best_val_loss"]
-        load_optimizer(optimizer, old["optimizer"])
+        load_optimizers(optimizers, old["optimizer"])
         scaler.load_state_dict(old["scaler"])
         check_resume(config, old, path)
     describe(config, model, meta, device, dtype, len(val_ids))
-    first_batch = get_batch(train_ids, start, config, model_config.context)
+    sink = tokenizer.specials.get(model_config.sink_token)
+    first_batch = get_batch(train_ids, start, config, model_config.context, sink)
     forward = compile_model(model, config, device, autocast, first_batch)
     if not config.resume:
         keep_earlier_run(folder)
@@ -359,7 +402,8 @@ def train(config, model_config):
         log.check_ours()
         checkpoint = {
             "format": 1, "step": step, "best_val_loss": best, "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+            "optimizer": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+            "scaler": scaler.state_dict(),
             "model_config": asdict(model_config), "train_config": asdict(config),
             "tokenizer": meta["tokenizer"],
         }
@@ -408,11 +452,9 @@ def train(config, model_config):
             if not losses:
                 clock = time.perf_counter()
 
-            rate = learning_rate(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = set_rates(optimizers, step, config)
             step_loss = 0.0
-            x, y = get_batch(train_ids, step, config, model_config.context)
+            x, y = get_batch(train_ids, step, config, model_config.context, sink)
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
@@ -420,13 +462,15 @@ def train(config, model_config):
                 step_loss += loss.item() / config.grad_accum
                 if model_config.token_merging != "off":
                     merged.append(model.merge_ratio())
-            scaler.unscale_(optimizer)
+            for optimizer in optimizers.values():
+                scaler.unscale_(optimizer)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
             # float16 gradients overflow now and then: the scaler then skips the step and lowers its scale
             check_finite(step, loss=step_loss, gradient_norm=0.0 if scaler.is_enabled() else norm)
-            scaler.step(optimizer)
+            for optimizer in optimizers.values():
+                scaler.step(optimizer)
             scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             losses.append(step_loss)
             bar.update()
             bar.set_postfix(loss=f"{step_loss:.3f}", lr=f"{rate:.1e}",
@@ -603,7 +647,9 @@ def report_merging(model, ratio, batch_size):
 def show_sample(model, tokenizer, config):
     """The beginning of a story, as the model tells it now."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
-    idx, ids = torch.tensor([[tokenizer.end_of_text]], device=generator.device), []
+    sink = tokenizer.specials.get(model.config.sink_token)
+    start = [tokenizer.end_of_text] if sink is None else [sink, tokenizer.end_of_text]
+    idx, ids = torch.tensor([start], device=generator.device), []
     model.eval()
     for token in model.generate(idx, config.sample_tokens, 0.8, generator=generator,
                                 n_ids=tokenizer.vocab_size):
