@@ -239,6 +239,7 @@ class MaximalMunch(Tokenizer):
              "A special token is spelt like the bytes of a text.")
 
     def _encoder(self, ranks, pattern):
+        super()._encoder(ranks, pattern)  # refuses a pattern that only Python's `regex` knows
         trie = {}  # next byte -> trie of what may follow; "id" -> the token that ends here
         for token, id in ranks.items():
             node = trie

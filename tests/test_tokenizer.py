@@ -565,6 +565,9 @@ BAD_MUNCH = {
     "decoder": change(["decoder"], {"type": "WordPiece", "prefix": "", "cleanup": True}),
     "whitespace": change(["pre_tokenizer"], {"type": "Whitespace"}),
     "post-processor": change(["post_processor"], {"type": "TemplateProcessing"}),
+    "broken regex": sequence({**SPLIT, "pattern": {"Regex": "("}}, BARE),
+    "regex only Python knows": sequence({**SPLIT, "pattern": {"Regex": r"(?r)\s"}}, BARE),
+    "regex of nothing": sequence({**SPLIT, "pattern": {"Regex": "a*"}}, BARE),
 }
 
 
