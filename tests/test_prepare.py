@@ -273,7 +273,8 @@ def test_options_that_do_not_go_together():
                       [*text, "--delimiter", ""], [*text, "--tokenizer", "t.json", "--vocab_size", 300],
                       [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--tokenizer", "t.json", "--munch"],
                       [*text, "--vocab_size", 65537], [*text, "--vocab_size", 259],
-                      [*text, "--vocab_size", 257, "--munch"], [*text, "--vocab_size", 0], [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
+                      [*text, "--vocab_size", 257, "--munch"], [*text, "--vocab_size", 0],
+                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
                       [*text, "--tokenizer", "none.json"]):
         refused(*arguments)
 
