@@ -3,6 +3,7 @@
     python prepare.py                                    TinyStoriesV2 (downloaded), 32,000 tokens
     python prepare.py --name laptop --vocab_size 4096    the same stories, another tokenizer
     python prepare.py --name storybook                   stories made on the spot (storybook.py)
+    python prepare.py --name munched --munch             encoded by longest match, as Silia does
     python prepare.py --name mine --input a.txt b.txt    text of your own
 
     train.bin, val.bin   token ids, little-endian uint16, each document followed by the end-of-text id
@@ -243,7 +244,8 @@ def write_split(path, stream, json_text, workers):
     return dict(total)
 
 
-def build(name, source, read, tokenizer=None, vocab_size=32000, nfc=False, workers=1, seed=None, nats=None):
+def build(name, source, read, tokenizer=None, vocab_size=32000, nfc=False, munch=False, workers=1, seed=None,
+          nats=None):
     """Writes data/NAME. `read(split, label)` gives a fresh stream, label being for the progress bar. Where
     -log p of the whole validation split is known (`nats`), it gives the floor that no model gets below."""
     with new_folder(name) as folder:
@@ -252,7 +254,8 @@ def build(name, source, read, tokenizer=None, vocab_size=32000, nfc=False, worke
             for some in spread(partial(count_batch, nfc=nfc), read("train", "count"), workers):
                 counts.update(some)
             need(counts, "There is no text for train.bin: the input is empty.")
-            tokenizer = bpe.train_bpe(counts, vocab_size, nfc=nfc, progress=sys.stderr.isatty())
+            tokenizer = bpe.train_bpe(counts, vocab_size, bpe.SILIA_SPECIALS if munch else bpe.SPECIALS, nfc,
+                                      progress=sys.stderr.isatty(), munch=munch)
         need(tokenizer.vocab_size <= 1 << 16,
              f"The tokenizer has {tokenizer.vocab_size:,} tokens; 16-bit ids allow 65,536.")
         json_text = tokenizer.to_json()
@@ -384,6 +387,7 @@ def arguments(argv):
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybook: 1024")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")
+    option("--munch", action="store_true", help="encode by longest match and with Silia's special tokens")
     cores = min(os.cpu_count() or 1, 32)
     option("--workers", type=int, metavar="N", default=cores, help="processes (default: %(default)s)")
     parser.error = lambda message: sys.exit(f"error: {message}")
@@ -398,9 +402,9 @@ def arguments(argv):
     need(args.input or not args.val_input and args.delimiter == END,
          "--val_input and --delimiter go with --input.")
     need(args.delimiter, "The --delimiter must not be empty.")
-    need(not args.tokenizer or not args.vocab_size and not args.nfc,
-         "A --tokenizer has its size and its normalisation: leave out --vocab_size and --nfc.")
-    least = 256 + len(bpe.SPECIALS)
+    need(not args.tokenizer or not (args.vocab_size or args.nfc or args.munch),
+         "A --tokenizer brings its own size and kind: leave out --vocab_size, --nfc and --munch.")
+    least = 256 + len(bpe.SILIA_SPECIALS if args.munch else bpe.SPECIALS)
     need(args.vocab_size is None or least <= args.vocab_size <= 1 << 16,
          f"--vocab_size goes from {least} (the bytes and the special tokens) to 65536 (16-bit ids).")
     need(args.workers >= 1, "--workers must be at least 1.")
@@ -413,7 +417,7 @@ def main(argv=None):
         args = arguments(argv)
         need(not os.path.lexists(DATA / args.name),
              f"{DATA / args.name} exists already; remove it, or choose another --name.")
-        options = {"workers": args.workers, "nfc": args.nfc}
+        options = {"workers": args.workers, "nfc": args.nfc, "munch": args.munch}
         options |= {"vocab_size": args.vocab_size} if args.vocab_size else {}
         options |= {"tokenizer": bpe.load(args.tokenizer)} if args.tokenizer else {}
         if args.name == "storybook":

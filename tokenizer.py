@@ -1,12 +1,13 @@
 """Byte-level BPE in one file: train it, encode with it (through tiktoken), stream text back out, save it.
 
-    text --normalise--> text --split--> chunks --UTF-8--> bytes --merge--> token ids
+    text --normalise--> text --split--> chunks --UTF-8--> bytes --merge, or munch--> token ids
 
 `count_chunks` counts the chunks of whole documents ("Once", " upon", " a"), `train_bpe` joins the most
 frequent pair of neighbouring tokens into a new one, again and again, and the `Tokenizer` it returns encodes,
 decodes and saves itself as a Hugging Face tokenizer.json, which means the same ids there. `load` reads such
-files, ours and published ones. `python tokenizer.py TOKENIZER "text"` shows the pieces. Ids of a tokenizer
-trained here: the bytes 0..255, the merges in the order they were learned, the special tokens.
+files, ours and published ones. `MaximalMunch` differs in one step: instead of merging, it takes the longest
+token that fits. `python tokenizer.py TOKENIZER "text"` shows the pieces. Ids of a tokenizer trained here: the
+bytes 0..255, the merges in the order they were learned, the special tokens.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter, defaultdict
+from functools import lru_cache
 
 import regex
 import tiktoken
@@ -25,12 +27,14 @@ from tqdm import tqdm
 
 # Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
 # (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
-# Face's engine reads otherwise. One thing stays: Python's `regex`, used in training only, may know a newer
-# Unicode and take for a letter what the others do not.
+# Face's engine reads otherwise. One thing stays: Python's `regex`, used in training and in MaximalMunch, may
+# know a newer Unicode and take for a letter what the others do not.
 GPT4_PATTERN = (r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SPECIALS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
+SILIA_SPECIALS = ("<|end-text|>", "<|actor|>")
+ENDS = ("<|endoftext|>", "<|end-text|>", "</s>")  # names of the token that ends a document
 
 # How tokenizer.json, and with it `Tokenizer`, spells bytes: a printable Latin-1 character stands for itself,
 # the 68 other bytes take the characters from U+0100 on. A space is "Ġ", a line break "Ċ".
@@ -72,8 +76,10 @@ def count_chunks(documents, pattern=GPT4_PATTERN, nfc=False):
     return counts
 
 
-def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PATTERN, progress=False):
-    """Trains a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks.
+def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PATTERN, progress=False,
+              munch=False):
+    """Trains a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks;
+    with `munch`, a MaximalMunch of the same vocabulary.
 
     Each step joins the pair with the highest count; of equals, the one whose left id is smallest, then whose
     right id is. Nothing else decides, so neither the order of the chunks nor the number of processes counting
@@ -89,8 +95,9 @@ def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PAT
     size = len(tokens) + len(specials)
     if size < vocab_size:
         print(f"The text ran out of pairs: {size} tokens instead of {vocab_size}.", file=sys.stderr)
-    return Tokenizer({token: id for id, token in enumerate(tokens)}, merges,
-                     {name: id for id, name in enumerate(specials, len(tokens))}, pattern, nfc)
+    tokenizer = Tokenizer({token: id for id, token in enumerate(tokens)}, merges,
+                          {name: id for id, name in enumerate(specials, len(tokens))}, pattern, nfc)
+    return MaximalMunch(tokenizer.vocab, tokenizer.specials, pattern, nfc) if munch else tokenizer
 
 
 def _learn_merges(chunks, wanted, progress):
@@ -152,23 +159,33 @@ class Tokenizer:
         self.vocab, self.merges, self.specials = vocab, merges, specials
         self.pattern, self.nfc = pattern, nfc
         self.vocab_size = len(vocab) + len(specials)
-        need(not {"", *vocab} & specials.keys(), "A special token is empty or also an ordinary token.")
+        need("" not in vocab | specials and not vocab.keys() & specials.keys(),
+             "A token is empty, or both special and ordinary.")
         ids = sorted([*vocab.values(), *specials.values()])
         need(str(ids) == str([*range(len(ids))]), "The ids are not 0, 1, 2 and so on.")  # str: 1.0 is none
+        need(all(char in vocab for char in BYTE_TO_CHAR), "The vocabulary lacks some of the 256 bytes.")
         ranks = {bytes(map(CHAR_TO_BYTE.__getitem__, token)): id for token, id in vocab.items()}
         names = [(id, name.encode("utf-8")) for name, id in specials.items()]
         self._bytes = [token for _, token in sorted([(id, token) for token, id in ranks.items()] + names)]
         # tiktoken panics at an empty match and drops what the pattern skips (to Hugging Face's, a chunk).
         need(all(match[0] for match in regex.finditer(pattern, "a 1!\n")), "The pattern matches nothing.")
-        self._bpe = tiktoken.Encoding("bpe", pat_str=rf"{pattern}|(?:(?!{pattern})[\s\S])+",
-                                      mergeable_ranks=ranks, special_tokens={})
+        self._encode = self._encoder(ranks, rf"{pattern}|(?:(?!{pattern})[\s\S])+")
         self._special = re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len)[::-1])) or '(?!)'})")
+
+    def _encoder(self, ranks, pattern):
+        """Bytes -> id of each token, the pattern of a chunk -> a function from text to ids."""
+        return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks,
+                                 special_tokens={}).encode_ordinary
+
+    def _model(self, vocab):
+        """tokenizer.json's "model"."""
+        return {"type": "BPE", "vocab": vocab, "merges": self.merges}
 
     @property
     def end_of_text(self):
         """The id that ends every document."""
-        name = "<|endoftext|>" if "<|endoftext|>" in self.specials else "</s>"
-        need(name in self.specials, "The tokenizer has neither <|endoftext|> nor </s> to end a text.")
+        name = next((name for name in ENDS if name in self.specials), None)
+        need(name, f"The tokenizer has none of {', '.join(ENDS)} to end a text.")
         return self.specials[name]
 
     def encode(self, text, allow_special=False):
@@ -176,7 +193,7 @@ class Tokenizer:
         if allow_special:  # split into ordinary text and specials, in turn; NFC sees them one by one
             parts = enumerate(self._special.split(text))
             return [id for i, part in parts for id in ([self.specials[part]] if i % 2 else self.encode(part))]
-        return [id for part in _segments(text, self.nfc) for id in self._bpe.encode_ordinary(part)]
+        return [id for part in _segments(text, self.nfc) for id in self._encode(part)]
 
     def token_bytes(self, id):
         """The bytes of a token; of a special one, its name."""
@@ -198,7 +215,7 @@ class Tokenizer:
                 "normalizer": {"type": "NFC"} if self.nfc else None,
                 "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, plain]},
                 "post_processor": None, "decoder": plain,
-                "model": {"type": "BPE", "vocab": by_id(self.vocab | self.specials), "merges": self.merges}}
+                "model": self._model(by_id(self.vocab | self.specials))}
         lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in file.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -208,6 +225,47 @@ class Tokenizer:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.write(self.to_json())
         os.replace(temporary, path)
+
+
+class MaximalMunch(Tokenizer):
+    """Silia's way to encode: in each chunk, from the left, always the longest token that fits. How the
+    vocabulary was learned plays no part: with "th" in it but not "the", "the" is th|e; BPE makes it t|he if
+    "he" was learned first. In tokenizer.json, it is a WordPiece model without a prefix."""
+
+    def __init__(self, vocab, specials, pattern=GPT4_PATTERN, nfc=False):
+        super().__init__(vocab, None, specials, pattern, nfc)
+        # WordPiece has special tokens in the one vocabulary, and would find one of this kind in plain text.
+        need(not any(set(name) <= CHAR_TO_BYTE.keys() for name in specials if not name.isascii()),
+             "A special token is spelt like the bytes of a text.")
+
+    def _encoder(self, ranks, pattern):
+        super()._encoder(ranks, pattern)  # refuses a pattern that only Python's `regex` knows
+        trie = {}  # next byte -> trie of what may follow; "id" -> the token that ends here
+        for token, id in ranks.items():
+            node = trie
+            for byte in token:
+                node = node.setdefault(byte, {})
+            node["id"] = id
+
+        def munch(chunk):
+            data, ids, start = [*chunk.encode("utf-8"), None], [], 0
+            while data[start] is not None:
+                node, end = trie, start
+                while (node := node.get(data[end])) is not None:
+                    end += 1
+                    if "id" in node:
+                        longest, start = node["id"], end
+                ids.append(longest)
+            return ids
+
+        split, known = regex.compile(pattern), lru_cache(1 << 15)(munch)  # words come again and again
+        return lambda text: [id for chunk in (match[0] for match in split.finditer(text))
+                             for id in (known if len(chunk) <= 32 else munch)(chunk)]
+
+    def _model(self, vocab):
+        # There is no <unk>: a chunk beyond any limit would be an error, not lost text.
+        return {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "",
+                "max_input_chars_per_word": 10**9, "vocab": vocab}
 
 
 class StreamDecoder:
@@ -238,7 +296,7 @@ def encode_chat(tokenizer, turns):
 
 
 def load(path):
-    """Reads a tokenizer.json -> Tokenizer."""
+    """Reads a tokenizer.json -> Tokenizer or MaximalMunch."""
     try:
         with open(path, encoding="utf-8") as file:
             return parse(file.read())
@@ -247,17 +305,18 @@ def load(path):
 
 
 def parse(json_text):
-    """The text of a tokenizer.json -> Tokenizer. What could not be encoded with the same ids is refused."""
+    """The text of a tokenizer.json -> Tokenizer, or MaximalMunch if its model is WordPiece. What could not be
+    encoded with the same ids is refused."""
     try:
         file = json.loads(json_text)
-        need(file["model"]["type"] == "BPE", f"Only BPE can be read, not {file['model']['type']}.")
-        return _parse_bpe(file, file["model"])
+        return _parse(file, file["model"])
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, MemoryError,
             regex.error) as error:
         raise ValueError(f"This is not a sound tokenizer.json: {type(error).__name__} {error}.") from None
 
 
-def _parse_bpe(file, model):
+def _parse(file, model):
+    need(model["type"] in ("BPE", "WordPiece"), f"Only BPE and WordPiece can be read, not {model['type']}.")
     nfc, added = bool(file.get("normalizer")), file["added_tokens"]
     kinds = {"normalizer": (None, "NFC"), "decoder": ("ByteLevel",), "post_processor": (None, "ByteLevel")}
     flags = ("single_word", "lstrip", "rstrip", "normalized")[:4 if nfc else 3]
@@ -277,6 +336,11 @@ def _parse_bpe(file, model):
     specials = {token["content"]: token["id"] for token in added}
     need(model["vocab"] | specials == specials | model["vocab"], "An added token has two ids.")
     vocab = {token: id for token, id in model["vocab"].items() if token not in specials}
+    if model["type"] == "WordPiece":
+        # A chunk beyond the limit becomes one unknown token; words of 10,000 bytes are no text that matters.
+        need(model["continuing_subword_prefix"] == "" and model["max_input_chars_per_word"] >= 10_000,
+             "WordPiece must have an empty prefix and a max_input_chars_per_word of 10,000 or more.")
+        return MaximalMunch(vocab, specials, pattern, nfc)
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     _check_merges(vocab, merges)
     return Tokenizer(vocab, merges, specials, pattern, nfc)
@@ -297,7 +361,6 @@ def _check_merges(vocab, merges):
             yield id, until
 
     made, parts, newest = {}, {}, -1  # made: (left id, right id) -> id; parts: id -> (left id, right id)
-    need(all(char in vocab for char in BYTE_TO_CHAR), "The vocabulary lacks some of the 256 bytes.")
     need(len(vocab) == 256 + len(merges), f"{len(merges)} merges cannot make {len(vocab) - 256} tokens.")
     for merge in merges:
         pair, new = tuple(map(vocab.get, merge)), vocab.get("".join(merge))

@@ -271,8 +271,10 @@ def test_options_that_do_not_go_together():
     for arguments in (["--input", "in.txt"], ["--name", "../x", *text[2:]], ["--name", "raw"], ["--name", ""],
                       ["--val_input", "in.txt"], ["--delimiter", "x"], ["--name", "storybook", *text[2:]],
                       [*text, "--delimiter", ""], [*text, "--tokenizer", "t.json", "--vocab_size", 300],
-                      [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--vocab_size", 65537],
-                      [*text, "--vocab_size", 0], [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
+                      [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--tokenizer", "t.json", "--munch"],
+                      [*text, "--vocab_size", 65537], [*text, "--vocab_size", 259],
+                      [*text, "--vocab_size", 257, "--munch"], [*text, "--vocab_size", 0],
+                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
                       [*text, "--tokenizer", "none.json"]):
         refused(*arguments)
 
@@ -305,6 +307,28 @@ def test_a_given_tokenizer_is_kept_to_the_byte():
     go("--name", "a", "--input", "in.txt", "--vocab_size", 300, "--nfc")
     go("--name", "b", "--input", "in.txt", "--tokenizer", "data/a/tokenizer.json")
     assert contents("a") == contents("b")
+
+
+def test_munch_has_the_vocabulary_of_bpe_and_silias_specials(monkeypatch):
+    names = "a <|end-text|>, an <|actor|> and <|endoftext are text"
+    documents, held_out = make_documents(120) + [names], make_documents(9, seed=1) + [names]
+    write("in.txt", documents), write("val.txt", held_out)
+    text = ["--input", "in.txt", "--val_input", "val.txt", "--workers", 1]
+    monkeypatch.setattr(prepare, "BATCH", 3000)
+    go("--name", "munch", *text, "--vocab_size", 400, "--munch")
+    go("--name", "two", *text, "--vocab_size", 400, "--munch", "--workers", 2)
+    go("--name", "given", *text, "--tokenizer", "data/munch/tokenizer.json")
+    go("--name", "bpe", *text, "--vocab_size", 402)          # which has four special tokens
+    assert contents("munch") == contents("two") == contents("given")
+    assert decoded("munch", "train") == documents and decoded("munch", "val") == held_out
+    munch, other = (bpe.load(f"data/{name}/tokenizer.json") for name in ("munch", "bpe"))
+    assert type(munch) is bpe.MaximalMunch and type(other) is bpe.Tokenizer and munch.vocab == other.vocab
+    assert munch.specials == {"<|end-text|>": 398, "<|actor|>": 399}
+    assert json.loads(Path("data/munch/meta.json").read_text("utf-8"))["end_of_text"] == 398
+    ids = ids_of("munch", "train").tolist()
+    assert ids.count(398) == len(documents) and 399 not in ids           # the names in a text are text
+    assert ids != ids_of("bpe", "train").tolist()
+    go("--name", "least", *text, "--vocab_size", 258, "--munch")
 
 
 def run_script(*arguments, **more):
@@ -413,6 +437,17 @@ def test_storybook_and_its_floor(capsys):
     before = contents("storybook")
     assert prepare.storybook() == folder and contents("storybook") == before         # there already: no work
     assert "exists already" in refused_elsewhere("--name", "storybook")
+
+
+def test_a_storybook_for_silia_beside_the_other():
+    folder = prepare.storybook("silia_storybook", 400, train=80, val=20, seed=3, munch=True)
+    tokenizer = bpe.load(folder / "tokenizer.json")
+    assert type(tokenizer) is bpe.MaximalMunch and tokenizer.vocab_size == 400
+    assert decoded("silia_storybook", "val") == [text for text, _ in storybook.stories(20, 7)]
+    floor = json.loads((folder / "meta.json").read_text("utf-8"))["val"]["floor_bits_per_byte"]
+    prepare.storybook(vocab_size=400, train=80, val=20, seed=3)
+    meta = json.loads(Path("data/storybook/meta.json").read_text("utf-8"))
+    assert meta["val"]["floor_bits_per_byte"] == floor                   # a property of the text alone
 
 
 # ------------------------------------------------------------------------------------------------- download

@@ -1,11 +1,12 @@
 """What tokenizer.py promises, checked against slow, obvious twins: a trainer that recounts all pairs at every
-step, and an encoder that follows the list of merges one by one."""
+step, an encoder that follows the list of merges one by one, and one that tries every length."""
 
 import json
 import os
 import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import regex
 
 import tokenizer as tok
-from tokenizer import Tokenizer, count_chunks, encode_chat, load, parse, train_bpe
+from tokenizer import MaximalMunch, Tokenizer, count_chunks, encode_chat, load, parse, train_bpe
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "don't", "I'LL", "banana", "1234567", "--", "日本語",
@@ -68,6 +69,24 @@ def reference_encode(tokenizer, text):
     return ids
 
 
+def reference_munch(tokenizer, text):
+    """Split; then cut off the longest token, trying every length from the longest down."""
+    tokens = {tokenizer.token_bytes(id): id for id in tokenizer.vocab.values()}
+    ids = []
+    for match in regex.finditer(rf"{tokenizer.pattern}|(?:(?!{tokenizer.pattern})[\s\S])+", text):
+        rest = match[0].encode()
+        while rest:
+            length = next(n for n in range(len(rest), 0, -1) if rest[:n] in tokens)
+            ids.append(tokens[rest[:length]])
+            rest = rest[length:]
+    return ids
+
+
+def munching(tokenizer):
+    """The same vocabulary, another way to encode."""
+    return MaximalMunch(tokenizer.vocab, tokenizer.specials, tokenizer.pattern, tokenizer.nfc)
+
+
 def merge_ids(tokenizer):
     return [(tokenizer.vocab[left], tokenizer.vocab[right]) for left, right in tokenizer.merges]
 
@@ -76,6 +95,11 @@ def merge_ids(tokenizer):
 def small():
     rng = random.Random(0)
     return train_bpe(count_chunks(random_text(rng) for _ in range(60)), 600)
+
+
+@pytest.fixture(params=["bpe", "munch"])
+def either(small, request):
+    return munching(small) if request.param == "munch" else small
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -198,30 +222,31 @@ def test_every_token_is_encoded_as_itself():
         assert row == [token], id
 
 
-def test_round_trips(small):
+def test_round_trips(either):
     rng = random.Random(7)
     texts = ["", "\x00", "a\x00b", " ", "👩‍👩‍👧‍👦 ok", *ODD, *(random_text(rng) for _ in range(50))]
     letters = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
     texts += ["".join(rng.choices(letters, k=20)) for _ in range(300)]
     for text in texts:
-        assert small.decode(small.encode(text)) == text
-    assert small.encode("") == []
-    assert b"".join(small.token_bytes(id) for id in range(256)) == bytes(range(256))
-    assert small.decode(np.array(small.encode("numpy"))) == "numpy"
+        assert either.decode(either.encode(text)) == text
+    assert either.encode("") == []
+    assert b"".join(either.token_bytes(id) for id in range(256)) == bytes(range(256))
+    assert either.decode(np.array(either.encode("numpy"))) == "numpy"
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character(small):
-    assert small.decode(small.encode("a\ud83db")) == "a\ufffdb"
-    assert small.decode(small.encode("\ud83d\ude00")) == "😀"
+def test_half_a_surrogate_pair_becomes_the_replacement_character(either):
+    assert either.decode(either.encode("a\ud83db")) == "a\ufffdb"
+    assert either.decode(either.encode("\ud83d\ude00")) == "😀"
     assert count_chunks(["\ud83d"]) == {"\ufffd": 1}
 
 
-def test_a_special_token_in_the_text_is_text_unless_allowed(small):
+def test_a_special_token_in_the_text_is_text_unless_allowed(either):
     text = "hi<|end|><|endoftext|> <|end"
-    assert not set(small.specials.values()) & set(small.encode(text))
-    end, stop = small.specials["<|end|>"], small.specials["<|endoftext|>"]
-    assert small.encode(text, allow_special=True) == [*small.encode("hi"), end, stop, *small.encode(" <|end")]
-    assert small.decode(small.encode(text)) == small.decode(small.encode(text, allow_special=True)) == text
+    assert not set(either.specials.values()) & set(either.encode(text))
+    end, stop = either.specials["<|end|>"], either.specials["<|endoftext|>"]
+    ids = either.encode(text, allow_special=True)
+    assert ids == [*either.encode("hi"), end, stop, *either.encode(" <|end")]
+    assert either.decode(either.encode(text)) == either.decode(ids) == text
 
 
 def test_the_longest_special_token_wins():
@@ -244,7 +269,7 @@ def test_a_special_token_cannot_be_an_ordinary_one_too():
 
 
 def test_no_end_of_text():
-    with pytest.raises(ValueError, match="neither <|endoftext|> nor </s>"):
+    with pytest.raises(ValueError, match=r"none of <\|endoftext\|>, <\|end-text\|>, </s>"):
         train_bpe(Counter(), 256, specials=()).end_of_text
 
 
@@ -266,20 +291,20 @@ def test_only_overlong_white_space_is_cut(monkeypatch):
     assert list(tok._segments("         ", False)) == ["    ", "    ", " "]
 
 
-def test_stream_decoder(small):
+def test_stream_decoder(either):
     text = "a👩‍👩‍👧é日"
-    stream = tok.StreamDecoder(small)
+    stream = tok.StreamDecoder(either)
     fed = [stream.feed(byte) for byte in "é👍".encode()]
     assert fed == ["", "é", "", "", "", "👍"] and stream.flush() == ""
-    stream = tok.StreamDecoder(small)
-    assert "".join(map(stream.feed, small.encode(text))) == text and stream.flush() == ""
+    stream = tok.StreamDecoder(either)
+    assert "".join(map(stream.feed, either.encode(text))) == text and stream.flush() == ""
     assert [stream.feed(0xF0), stream.feed(0x9F), stream.flush()] == ["", "", "\ufffd"]
-    assert small.decode([0xF0, 0x9F]) == "\ufffd"
+    assert either.decode([0xF0, 0x9F]) == "\ufffd"
     assert stream.feed(65) == "A"  # nothing is left over
     rng = random.Random(8)
     for _ in range(200):
-        ids = [rng.randrange(small.vocab_size) for _ in range(30)]
-        assert "".join(map(stream.feed, ids)) + stream.flush() == small.decode(ids)
+        ids = [rng.randrange(either.vocab_size) for _ in range(30)]
+        assert "".join(map(stream.feed, ids)) + stream.flush() == either.decode(ids)
 
 
 def test_chat(small):
@@ -305,18 +330,89 @@ def test_nfc():
     assert not off.nfc and off.encode("e\u0301") != off.encode("é")
 
 
+# ---------------------------------------------------------------------------------------------- maximal munch
+
+def test_munch_is_not_bpe():
+    # the merge of h and e is the older one, so that BPE gets to it first
+    bpe, munch = (train_bpe(Counter({"he": 3, "th": 2}), 260, tok.SILIA_SPECIALS, munch=munch)
+                  for munch in (False, True))
+    assert munch.vocab == bpe.vocab and munch.specials == bpe.specials
+    assert [bpe.token_bytes(id) for id in bpe.encode("the")] == [b"t", b"he"]
+    assert [munch.token_bytes(id) for id in munch.encode("the")] == [b"th", b"e"]
+    assert munch.encode("the theth") != parse(bpe.to_json()).encode("the theth")
+
+
+@pytest.mark.parametrize("pattern", [tok.GPT4_PATTERN, tok.GPT2_PATTERN, r"[\s\S]+", r"(\p{L})+"])
+def test_munch_takes_the_longest_token_that_fits(pattern):
+    rng = random.Random(pattern)
+    for alphabet in (["a", "b"], ["a", "b", " "], ["é", "日", "a", "👍"], WORDS + ODD):
+        texts = ["".join(rng.choices(alphabet, k=rng.randrange(25))) for _ in range(60)]
+        # Any bytes of these texts can be a token, so many tokens begin or end within a character. No token
+        # is promised to have its prefixes in the vocabulary too: "abb" may be there while "ab" is not.
+        vocab = {char: id for id, char in enumerate(tok.BYTE_TO_CHAR)}
+        for text in texts[:40]:
+            spelt = [tok.BYTE_TO_CHAR[byte] for byte in text.encode()] or ["a"]
+            start = rng.randrange(len(spelt))
+            vocab.setdefault("".join(spelt[start:start + rng.randint(1, 7)]), len(vocab))
+        munch = MaximalMunch(vocab, {"<|end-text|>": len(vocab)}, pattern)
+        for text in texts + [random_text(rng, 5)]:
+            assert munch.encode(text) == reference_munch(munch, text), text
+            assert munch.decode(munch.encode(text)) == text
+
+
+def test_munch_of_a_trained_vocabulary(small):
+    rng, munch = random.Random(11), munching(small)
+    texts = [random_text(rng, rng.randint(1, 15)) for _ in range(150)]
+    assert all(munch.encode(text) == reference_munch(munch, text) for text in texts)
+    assert [munch.encode(text) for text in texts] == [munch.encode(text) for text in texts]  # from memory
+    assert any(munch.encode(text) != small.encode(text) for text in texts)
+
+
+@pytest.mark.parametrize("text", ["a" * 10**6, "ab" * 500_000, "é" * 500_000, "aab" * 333_333, "!" * 10**6])
+def test_munch_of_a_chunk_of_a_million_characters(text):
+    # with tokens of up to 4,096 letters; a scan of the rest of the chunk for every token would take hours
+    munch = train_bpe(Counter({"a" * 8192: 1, "é" * 99: 1}), 285, tok.SILIA_SPECIALS, munch=True)
+    began = time.process_time()
+    ids = munch.encode(text)
+    assert time.process_time() - began < 20
+    assert munch.decode(ids) == text
+
+
+def test_specials_of_silia():
+    munch = train_bpe(Counter(["ab"]), 259, tok.SILIA_SPECIALS, munch=True)
+    assert munch.specials == {"<|end-text|>": 257, "<|actor|>": 258} and munch.end_of_text == 257
+    assert munch.encode("<|actor|>ab<|end-text|>", allow_special=True) == [258, 256, 257]
+    assert max(munch.encode("<|actor|>ab<|end-text|>")) == 256
+    # "鬼" is spelt é¬¼: there, WordPiece would find a special token of that name
+    with pytest.raises(ValueError, match="spelt like the bytes"):
+        train_bpe(Counter(), 257, ("é¬¼",), munch=True)
+
+
+def test_the_model_type_tells_the_two_kinds_apart(small):
+    specials_first = parse(json.dumps(published()))
+    nfc = train_bpe(Counter(["ab"]), 258, ("</s>",), nfc=True, pattern=r"\p{L}+")
+    for tokenizer in (small, munching(small), specials_first, munching(specials_first), nfc, munching(nfc)):
+        again = parse(tokenizer.to_json())
+        assert type(again) is type(tokenizer) and again.to_json() == tokenizer.to_json()
+        for part in ("vocab", "specials", "merges", "pattern", "nfc"):
+            assert getattr(again, part) == getattr(tokenizer, part)
+    model = json.loads(munching(small).to_json())["model"]
+    assert model["type"] == "WordPiece" and model["continuing_subword_prefix"] == "" and "merges" not in model
+
+
 # ------------------------------------------------------------------------------------------------------ files
 
-def test_save_and_load(small, tmp_path):
+def test_save_and_load(either, tmp_path):
     path = tmp_path / "tokenizer.json"
-    small.save(path)
+    either.save(path)
     again = load(path)
     assert os.listdir(tmp_path) == ["tokenizer.json"]  # no temporary file
-    assert path.read_bytes() == again.to_json().encode() == small.to_json().encode()
+    assert path.read_bytes() == again.to_json().encode() == either.to_json().encode()
     assert path.read_bytes().endswith(b"}\n") and b"\r" not in path.read_bytes()
-    assert (again.vocab_size, again.specials, again.end_of_text) == (600, small.specials, small.end_of_text)
+    assert (again.vocab_size, again.specials, again.end_of_text) == (600, either.specials, either.end_of_text)
+    assert type(again) is type(either)
     text = random_text(random.Random(9), 300)
-    assert again.encode(text, allow_special=True) == small.encode(text, allow_special=True)
+    assert again.encode(text, allow_special=True) == either.encode(text, allow_special=True)
 
 
 def test_a_failed_save_leaves_the_old_file(small, tmp_path, monkeypatch):
@@ -390,6 +486,8 @@ def sequence(*parts):
 
 BAD = {
     "wordpiece": change(["model", "type"], "WordPiece"),
+    "unigram": change(["model", "type"], "Unigram"),
+    "no type": change(["model", "type"], ...),
     "no model": change(["model"], ...),
     "model is a list": change(["model"], []),
     "no vocab": change(["model", "vocab"], ...),
@@ -447,6 +545,42 @@ def test_a_file_that_we_cannot_follow_is_refused_in_a_sentence(name):
     assert type(error.value) is ValueError and "\n" not in str(error.value)
 
 
+BAD_MUNCH = {
+    "bpe": change(["model", "type"], "BPE"),
+    "prefix": change(["model", "continuing_subword_prefix"], "##"),
+    "no prefix": change(["model", "continuing_subword_prefix"], ...),
+    "prefix is null": change(["model", "continuing_subword_prefix"], None),
+    "short words only": change(["model", "max_input_chars_per_word"], 100),
+    "no longest word": change(["model", "max_input_chars_per_word"], ...),
+    "longest word is a string": change(["model", "max_input_chars_per_word"], "10000000"),
+    "a byte is missing": lambda file: (change(["model", "vocab", "a"], ...)(file),
+                                       change(["model", "vocab", "xyzzy"], 97)(file)),
+    "gap in the ids": change(["model", "vocab", "a"], 999),
+    "same id twice": change(["model", "vocab", "a"], 9),
+    "token not in byte-level spelling": change(["model", "vocab", "\n"], 600),
+    "empty token": change(["model", "vocab", ""], 600),
+    "special spelt like bytes": lambda file: file["added_tokens"].append({"id": 600, "content": "Ġbyte"}),
+    "lowercase": change(["normalizer"], {"type": "Lowercase"}),
+    "bert normalizer": change(["normalizer"], {"type": "BertNormalizer", "lowercase": True}),
+    "decoder": change(["decoder"], {"type": "WordPiece", "prefix": "", "cleanup": True}),
+    "whitespace": change(["pre_tokenizer"], {"type": "Whitespace"}),
+    "post-processor": change(["post_processor"], {"type": "TemplateProcessing"}),
+    "broken regex": sequence({**SPLIT, "pattern": {"Regex": "("}}, BARE),
+    "regex only Python knows": sequence({**SPLIT, "pattern": {"Regex": r"(?r)\s"}}, BARE),
+    "regex of nothing": sequence({**SPLIT, "pattern": {"Regex": "a*"}}, BARE),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MUNCH)
+def test_a_wordpiece_file_that_we_cannot_follow_is_refused_in_a_sentence(small, name):
+    file = json.loads(munching(small).to_json())
+    parse(json.dumps(file))
+    BAD_MUNCH[name](file)
+    with pytest.raises(ValueError) as error:
+        parse(json.dumps(file))
+    assert type(error.value) is ValueError and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"7", b'{"model": null}', b"\xff\xfe", b"[" * 10**5],
                          ids=lambda data: ascii(data[:20]))
 def test_a_file_that_is_none_names_itself(tmp_path, data):
@@ -485,7 +619,7 @@ def test_hugging_face_gives_the_same_ids(small):
     chunks = count_chunks([text], r"[\s\S]+")  # makes merges that the split must keep from happening
     ours = [small, parse(json.dumps(published())), train_bpe(chunks, 800), train_bpe(chunks, 800, nfc=True),
             train_bpe(chunks, 800, pattern=tok.GPT2_PATTERN), train_bpe(chunks, 800, pattern=r"\p{L}+")]
-    for tokenizer in ours:
+    for tokenizer in ours + list(map(munching, ours)):
         theirs = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         for _ in range(300):
             text = random_text(rng, rng.randint(1, 12))
