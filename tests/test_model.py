@@ -14,6 +14,10 @@ from model import (Cache, LanguageModel, ModelConfig, NoCache, apply_rotary, cau
 HELIX = {"position": "helix", "mixer": "cross_layer", "n_head": 4, "n_kv_head": 2, "ffn": "dual_stream",
          "d_narrow": 12, "norm": "offset_rms", "init": "normal"}
 
+# Silia. Its parts fit into each other only, but its attention fits anywhere.
+SILIA = {"position": "mirrored", "alpha": 0.0, "mixer": "hydra", "norm": "bare_rms", "embedding_norm": True,
+         "block": "silia", "n_head": 2, "d_head": 12, "init": "pytorch"}
+
 # Every ablation of the papers, the baseline, and heads that share keys and values.
 VARIANTS = {
     "nano": {},
@@ -34,6 +38,11 @@ VARIANTS = {
     "dual_stream": {"ffn": "dual_stream"},
     "offset_rms": {"norm": "offset_rms"},
     "gated_helix": HELIX | {"mixer": "gated_spiral"},
+    "silia": SILIA,
+    "silia_4_heads": SILIA | {"n_head": 4},
+    "hydra": {"mixer": "hydra"},
+    "mirrored": {"position": "mirrored"},
+    "bare_rms": {"norm": "bare_rms", "embedding_norm": True},
 }
 CHUNKS = [[1] * 40, [40], [1, 7, 32], [13, 1, 1, 25], [39, 1]]
 

@@ -27,6 +27,8 @@ SMALL = ["--data=small", "--vocab_size=300", "--context=16", "--n_layer=2", "--d
          "--out=run"]
 HELIX = ["--n_layer=3", "--position=helix", "--mixer=cross_layer", "--ffn=dual_stream", "--norm=offset_rms",
          "--init=normal", "--token_merging=paper", "--merge_threshold=0.5"]
+SILIA = ["--position=mirrored", "--mixer=hydra", "--block=silia", "--norm=bare_rms", "--embedding_norm",
+         "--init=pytorch", "--sink_token=<|end|>", "--optimizer=muon", "--schedule=cooldown"]
 NAMES = "Lily Tom Mia Ben Anna Max Sara Tim".split()
 
 
@@ -83,8 +85,10 @@ def log_rows(path="out/run/log.csv"):
 def assert_same_state(a, b):
     for name in a["model"]:
         assert torch.equal(a["model"][name], b["model"][name]), name
-    for i, state in a["optimizer"]["state"].items():
-        assert all(torch.equal(state[key], b["optimizer"]["state"][i][key]) for key in state)
+    assert a["optimizer"].keys() == b["optimizer"].keys()
+    for name in a["optimizer"]:
+        for i, state in a["optimizer"][name]["state"].items():
+            assert all(torch.equal(state[key], b["optimizer"][name]["state"][i][key]) for key in state)
 
 
 # --------------------------------------------------------------------------------------- schedule, optimizer
@@ -116,7 +120,8 @@ def test_learning_rate_is_warm_up_then_cosine():
     ({"batch_size": 6, "grad_accum": 4}, "grad_accum"), ({"grad_accum": 0}, "grad_accum"),
     ({"max_steps": -1}, "max_steps"), ({"eval_every": 0}, "eval_every"), ({"compile": "maybe"}, "compile"),
     ({"seed": -1}, "seed"),
-    ({"resume": True, "init_from": "x"}, "exclude"),
+    ({"resume": True, "init_from": "x"}, "exclude"), ({"optimizer": "moun"}, "optimizer"),
+    ({"schedule": "linear"}, "schedule"), ({"cooldown": 1.5}, "cooldown"),
 ])
 def test_impossible_settings_are_refused(settings, word):
     with pytest.raises(ValueError, match=word):
@@ -125,7 +130,9 @@ def test_impossible_settings_are_refused(settings, word):
 
 def test_every_parameter_is_in_exactly_one_group():
     model = LanguageModel(ModelConfig(vocab_size=50, n_layer=2, d_model=16, n_head=2, d_ff=24))
-    decayed, plain = train.make_optimizer(model, TrainConfig(weight_decay=0.1)).param_groups
+    optimizers = train.make_optimizers(model, TrainConfig(weight_decay=0.1))
+    assert list(optimizers) == ["AdamW"]
+    decayed, plain = optimizers["AdamW"].param_groups
     ids = [id(p) for group in (decayed, plain) for p in group["params"]]
     assert sorted(ids) == sorted(id(p) for p in model.parameters()) and len(set(ids)) == len(ids)
     assert decayed["weight_decay"] == 0.1 and all(p.dim() == 2 for p in decayed["params"])
@@ -189,11 +196,11 @@ def test_exactly_so_many_steps(here, monkeypatch, steps):
     assert run(monkeypatch, f"--max_steps={steps}") is None
     assert load()["step"] == steps
     assert [int(row["step"]) for row in log_rows()] == [s for s in range(steps + 1) if s in (0, 2, steps)]
-    moments = load()["optimizer"]["state"]
+    moments = load()["optimizer"]["AdamW"]["state"]
     assert (not moments) if steps == 0 else all(state["step"].item() == steps for state in moments.values())
 
 
-@pytest.mark.parametrize("model", [[], HELIX], ids=["nano", "helix"])
+@pytest.mark.parametrize("model", [[], HELIX, SILIA], ids=["nano", "helix", "silia"])
 def test_resume_is_exact_to_the_last_bit(here, monkeypatch, model):
     """20 steps = 10 + 10, with an evaluation (and its sample) before, at and after the break."""
     words = ["--max_steps=20", "--eval_every=5", *model]
@@ -280,7 +287,7 @@ def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
     assert run(monkeypatch, "--max_steps=3") is None
     assert run(monkeypatch, "--max_steps=0", "--init_from=out/run/ckpt.pt", "--out=second") is None
     second = load("out/second/ckpt.pt")
-    assert second["step"] == 0 and not second["optimizer"]["state"]
+    assert second["step"] == 0 and not second["optimizer"]["AdamW"]["state"]
     assert all(torch.equal(second["model"][k], v) for k, v in load()["model"].items())
     assert "n_layer" in run(monkeypatch, "--init_from=out/run/ckpt.pt", "--n_layer=3")
     assert "no checkpoint nowhere.pt" in run(monkeypatch, "--init_from=nowhere.pt")
@@ -296,7 +303,7 @@ def test_resume_says_what_changed_and_refuses_another_model(here, monkeypatch, c
     assert "max_steps=4" in (out := capsys.readouterr().out) and "lr=0.005" in out
     assert load()["step"] == 4
     assert run(monkeypatch, "--resume", "--max_steps=5", "--weight_decay=0.7", "--beta2=0.9") is None
-    decayed = load()["optimizer"]["param_groups"][0]
+    decayed = load()["optimizer"]["AdamW"]["param_groups"][0]
     assert decayed["weight_decay"] == 0.7 and decayed["betas"] == (0.9, 0.9)  # said, and done
 
 
@@ -346,7 +353,7 @@ def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
         assert words in out, words
 
 
-@pytest.mark.parametrize("model", [[], HELIX], ids=["nano", "helix"])
+@pytest.mark.parametrize("model", [[], HELIX, SILIA], ids=["nano", "helix", "silia"])
 def test_bfloat16_and_checkpointing_run_on_cpu(here, monkeypatch, model):
     assert run(monkeypatch, "--max_steps=4", "--dtype=bfloat16", "--gradient_checkpointing", *model) is None
     assert all(w.dtype == torch.float32 for w in load()["model"].values())
@@ -423,8 +430,9 @@ def test_files_that_are_no_checkpoints_are_refused_and_run_nothing(here, monkeyp
 
 
 @pytest.mark.parametrize("spoil", [
-    lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(3)),  # would crash the fused kernel
-    lambda c: c["optimizer"]["state"][0].update(exp_avg="x"), lambda c: c["optimizer"].pop("state"),
+    lambda c: c["optimizer"]["AdamW"]["state"][0].update(exp_avg=torch.zeros(3)),  # would crash the kernel
+    lambda c: c["optimizer"]["AdamW"]["state"][0].update(exp_avg="x"),
+    lambda c: c["optimizer"]["AdamW"].pop("state"), lambda c: c["optimizer"].clear(),
     lambda c: c.update(step="3"), lambda c: c.pop("best_val_loss"), lambda c: c.update(model_config=None),
     lambda c: c["model_config"].update(n_layer=10**7), lambda c: c["model_config"].update(d_model=2**40),
     lambda c: c["model_config"].update(alpha="x"), lambda c: c.update(tokenizer="{}"),
