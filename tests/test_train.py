@@ -338,7 +338,7 @@ def test_the_log_tells_how_many_tokens_merge_and_what_that_saves(here, monkeypat
     steps = iter((0.01, 0.03, 0.1, 0.2, 0.3, 0.5))
     monkeypatch.setattr(LanguageModel, "merge_ratio", lambda self: next(steps))
     assert run(monkeypatch, *HELIX, "--max_steps=6", "--eval_every=3") is None
-    assert [row["merge_ratio"] for row in log_rows()] == ["", "0.02", "0.1", "0.2", "0.4"]  # means since the last
+    assert [row["merge_ratio"] for row in log_rows()] == ["", "0.02", "0.1", "0.2", "0.4"]
 
 
 def test_the_start_tells_sizes_and_the_expected_loss(here, monkeypatch, capsys):
