@@ -293,6 +293,9 @@ def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, worke
     return build(name, ", ".join(map(os.path.basename, paths)), read, tokenizer, workers=workers, **options)
 
 
+STORYBOOKS = ("storybook", "storybook_munch")  # the latter for Silia: encoded by longest match
+
+
 def storybook(name="storybook", vocab_size=1024, seed=1, train=25_000, val=300, **options):
     """data/NAME from the generator in storybook.py; returns at once if it is there already. The two splits
     come from independent random streams (2 seed, 2 seed + 1), so they need no split by hash."""
@@ -380,7 +383,7 @@ def receive(url, part, mark):
 def arguments(argv):
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     option = parser.add_argument
-    option("--name", help="the folder in data/ (default: tinystories; or: storybook)")
+    option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
     option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8")
     option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% of the input)")
     option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
@@ -397,8 +400,9 @@ def arguments(argv):
     args.name = "tinystories" if args.name is None else args.name
     need(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", args.name) and args.name != "raw",
          f"--name {args.name!r} will not do: use letters, digits, '.', '_', '-' (and 'raw' is taken).")
-    need(args.name != "storybook" or not args.input,
+    need(args.name not in STORYBOOKS or not args.input,
          "The storybook is made, not read: with --input, choose another --name.")
+    args.munch |= args.name == "storybook_munch"
     need(args.input or not args.val_input and args.delimiter == END,
          "--val_input and --delimiter go with --input.")
     need(args.delimiter, "The --delimiter must not be empty.")
@@ -420,8 +424,8 @@ def main(argv=None):
         options = {"workers": args.workers, "nfc": args.nfc, "munch": args.munch}
         options |= {"vocab_size": args.vocab_size} if args.vocab_size else {}
         options |= {"tokenizer": bpe.load(args.tokenizer)} if args.tokenizer else {}
-        if args.name == "storybook":
-            storybook(**options)
+        if args.name in STORYBOOKS:
+            storybook(args.name, **options)
         elif args.input:
             delimiter = args.delimiter.replace(r"\n", "\n")
             from_files(args.name, args.input, args.val_input or [], delimiter, **options)

@@ -141,10 +141,10 @@ def open_data(name, model_config):
     text of tokenizer.json as meta["tokenizer"].
     """
     folder = Path("data") / name
-    if name == "storybook" and not folder.exists():
+    if name in ("storybook", "storybook_munch") and not folder.exists():
         import prepare
 
-        prepare.storybook(vocab_size=model_config.vocab_size)
+        prepare.storybook(name, model_config.vocab_size, munch=name == "storybook_munch")
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         meta["tokenizer"] = (folder / "tokenizer.json").read_bytes().decode("utf-8")
@@ -154,6 +154,7 @@ def open_data(name, model_config):
         readable = meta["format"] == 1
     except (FileNotFoundError, NotADirectoryError):
         command = f"python prepare.py --name {name} --vocab_size {model_config.vocab_size}"
+        command += " --munch" if model_config.sink_token else ""
         raise ValueError(f"there is no data in {folder}: {command} makes it of TinyStories, or of your own "
                          "text with --input.") from None
     except (KeyError, TypeError, ValueError, RecursionError):
