@@ -596,8 +596,8 @@ def report_merging(model, ratio, batch_size):
                 below = [x] * min(layer, config.layers_below)
                 saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), below)
     return (f"merged {ratio:.1%} of the tokens in {len(merging)} of {config.n_layer} layers, which saves "
-            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of these "
-            f"layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")
+            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
+            f"these layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")
 
 
 def show_sample(model, tokenizer, config):
