@@ -124,8 +124,9 @@ class ModelConfig:
         return self.d_narrow or self.d_ff // 4
 
     @property
-    def layers_below(self):  # L: lookback, or 0 if the mixer does not look below
-        return self.lookback if getattr(PARTS["mixer"][self.mixer], "looks_below", False) else 0
+    def layers_below(self):  # L: lookback, as far as there are layers; 0 if the mixer does not look below
+        looks = getattr(PARTS["mixer"][self.mixer], "looks_below", False)
+        return min(self.lookback, self.n_layer - 1) if looks else 0
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -630,19 +630,19 @@ def report_merging(model, ratio, batch_size):
             module(*inputs)
         return counter.get_total_flops()
 
-    config, T = model.config, model.config.context
+    config, T, saved = model.config, model.config.context, 0
+    merging = [layer for layer, block in enumerate(model.blocks) if block.find_pairs]
     with torch.device("meta"):
         copy = LanguageModel(config).eval()
         whole = flops(copy, torch.zeros(1, T, dtype=torch.long))
-        mixer, at_length = copy.blocks[0].mixer, {}
-        for n in (T, round((1 - ratio) * T)):
-            x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
-            at_length[n] = flops(mixer, x, tables, NoCache(), [x] * config.layers_below)
-    layers = sum(block.find_pairs is not None for block in model.blocks)
-    saved = layers * (at_length[T] - at_length[n])
-    return (f"merged {ratio:.1%} of the tokens in {layers} of {config.n_layer} layers, which saves "
-            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (mu (2 - mu), as in the "
-            f"paper, is {ratio * (2 - ratio):.1%}: of the scores of these layers alone)")
+        for layer in merging:
+            for sign, n in ((1, T), (-1, round((1 - ratio) * T))):
+                x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
+                below = [x] * min(layer, config.layers_below)
+                saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), below)
+    return (f"merged {ratio:.1%} of the tokens in {len(merging)} of {config.n_layer} layers, which saves "
+            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
+            f"these layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")
 
 
 def show_sample(model, tokenizer, config):

@@ -204,6 +204,12 @@ def test_two_winding_angles_are_one_and_the_radius_is_small():
     assert swing[16] < 0.021 and swing[24] < 0.0021 and swing[31] < 0.0003
 
 
+def test_a_lookback_beyond_the_first_layer_ends_there():
+    far, all_layers = make(**HELIX | {"lookback": 10**9}), make(**HELIX | {"lookback": 2})
+    assert far.config.layers_below == 2 and torch.equal(far(ids())[0], all_layers(ids())[0])
+    assert make(lookback=3).config.layers_below == 0  # gated spiral attention does not look below
+
+
 def test_no_share_for_the_layers_below_is_no_lookback():
     with_below, without = make(**HELIX), make(**HELIX | {"lookback": 0})
     assert (with_below(ids())[0] - without(ids())[0]).abs().max() > 1e-2
