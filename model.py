@@ -1,7 +1,7 @@
 """
 Small language models in one file, to be read from the top.
 
-Two decoder-only transformers, whose parts can also be mixed. What is new, compared with Llama, in Wiola Nano
+Three decoder-only transformers, whose parts can be mixed. What is new, compared with Llama, in Wiola Nano
 (12,915,888 parameters; Chowdhury, Oosa, Reddy, arXiv:2608.14604; "Nano paper" below):
 
 - Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (III.B).
@@ -17,9 +17,14 @@ And in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 bi
 - Neighbours that are nearly the same are merged for attention in the middle layers, in training only (8).
 - A feed-forward of two streams (9), and a norm that shifts its input before it scales (5).
 
+And in Silia v2 (524,672 parameters; S. Srivastava; after the model card of its port, silia-v2-hf):
+
+- Attention inside the feed-forward: both products of a SwiGLU are units with heads, and nothing else attends.
+- Half of the heads attend; the others keep two running sums and no rows.
+
 What is unusual about the file: one memory, with two verbs, serves training and decoding. Everything that
-looks at the past is a list of rows (keys, values) or a running sum (of queries, of layer outputs), so every
-layer is written once:
+looks at the past is a list of rows (keys, values) or a running sum (of queries, layer outputs, values), so
+every layer is written once:
 
     past.append(name, x)         all rows so far, this chunk's included
     past.running_sum(name, x)    sums over all tokens so far, this chunk's included
@@ -28,7 +33,7 @@ layer is written once:
 chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
 Map:  ModelConfig | rotary tables | memory | causal attention | norms | mixers | feed-forwards |
-      token merging | block | the table of parts | sampling a token | LanguageModel
+      token merging | blocks | the table of parts | sampling a token | LanguageModel
 
 Letters in the shape comments (in brackets the papers' letter, where it is another one):
   B  sequences in the batch            T  tokens in this chunk
@@ -150,7 +155,7 @@ def spiral_rotary(config, position):
 
 
 def mirrored_rotary(config, position):
-    """The spiral turned the other way; with alpha = 0, Silia's rotary. Only trained weights know the difference."""
+    """The spiral turned the other way: Silia's rotary, with alpha = 0. Only trained weights can tell."""
     cos, sin = spiral_rotary(config, position)
     return cos, -sin
 
@@ -432,8 +437,8 @@ class HydraAttention(nn.Module):
               y_t = a_t without its part along v_t: what the token itself does not say already
         odd   y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
 
-    The odd heads remember two sums, however long the text is. |n(k)| <= sqrt(D), so exp cannot overflow. Unlike
-    other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
+    The odd heads remember two sums, however long the text is. |n(k)| <= sqrt(D), so exp cannot overflow.
+    Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
     """
 
     def __init__(self, config, name, d_in=0, d_out=0):
@@ -572,7 +577,7 @@ def mix_merged(mixer, second, x, rotary, past, below):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Block
+# Blocks
 
 
 class PreNormBlock(nn.Module):

@@ -54,7 +54,7 @@ class TrainConfig:
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     grad_accum: int = 1  # read the batch in this many parts: less memory, the same step
-    optimizer: str = "adamw"  # adamw, or muon: torch.optim.Muon for the matrices of the blocks, AdamW for the rest
+    optimizer: str = "adamw"  # adamw; muon: torch.optim.Muon for the blocks' matrices, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
     min_lr: float = 0.0  # where the cosine ends
     schedule: str = "cosine"  # learning rate after the warm-up: cosine, or cooldown (constant, then a cosine)
@@ -165,7 +165,7 @@ def open_data(name, model_config):
         raise ValueError(f"{folder}/tokenizer.json is not the one that the data was made with.")
     tokenizer = tokenizers.parse(meta["tokenizer"])
     if model_config.sink_token not in ("", *tokenizer.specials):
-        raise ValueError(f"sink_token={model_config.sink_token!r} is no special token of {folder}/tokenizer.json.")
+        raise ValueError(f"{folder}/tokenizer.json has no token sink_token={model_config.sink_token!r}.")
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
                          f"vocab_size={model_config.vocab_size}.")
@@ -263,7 +263,7 @@ def make_optimizers(model, config):
 
 
 def set_rates(optimizers, step, config):
-    """Before each step: the learning rate, which is returned; Muon's momentum, from 0.85 to 0.95 in 300 steps."""
+    """Set this step's learning rate, which is returned, and Muon's momentum: 0.85, rising to 0.95 in 300."""
     rate = learning_rate(step, config)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -348,7 +348,7 @@ def load_optimizers(optimizers, states):
                         raise ValueError
             optimizer.load_state_dict({"state": saved, "param_groups": now["param_groups"]})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        raise ValueError("the optimizer's state in the checkpoint does not fit the model and the optimizer.") from None
+        raise ValueError("the optimizer's state in the checkpoint does not fit this run's.") from None
 
 
 def check_same(what, old, new):
@@ -603,7 +603,8 @@ def describe(config, model, meta, device, dtype, n_val):
     V, known = model.config.vocab_size, meta["vocab_size"]
     if known < V:
         print(f"note        the tokenizer has {known:,} tokens: {V - known:,} rows of the embedding are idle")
-    expected = ", the first loss to expect" if model.config.embedding_std <= 0.02 else ""
+    near_zero = model.config.embedding_std <= 0.02 and model.config.init != "pytorch"
+    expected = ", the first loss to expect" if near_zero else ""
     print(f"guessing    has a loss of ln {V} = {math.log(V):.3f}{expected}\n")
 
 
