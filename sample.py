@@ -84,6 +84,8 @@ class Writer:
         device, dtype = choose_device(args.device, args.dtype)
         self.path = args.checkpoint or newest_checkpoint()
         checkpoint = load_checkpoint(self.path)
+        if not checkpoint["tokenizer"]:
+            raise ValueError(f"{self.path} has no tokenizer: import it again with --tokenizer.")
         self.tokenizer = tokenizers.parse(checkpoint["tokenizer"])
         self.model = load_model(checkpoint).to(device, dtype).eval()
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
