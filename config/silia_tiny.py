@@ -18,11 +18,11 @@ sink_token = "<|actor|>"
 init = "pytorch"
 
 optimizer = "muon"
-max_steps = 1200
+max_steps = 1400
 batch_size = 8
-lr = 6e-3
+lr = 1e-2
 min_lr = 1e-4
 schedule = "cooldown"
 warmup = 0.05
 weight_decay = 0.0
-eval_every = 300
+eval_every = 350
