@@ -84,11 +84,11 @@ class ModelConfig:
     ffn: str = "butterfly"  # feed-forward: butterfly, dual_stream, swiglu, gelu
     norm: str = "rms"  # normalisation: rms, offset_rms, bare_rms
     norm_eps: float = 1e-6  # added to the mean square before its root (bare_rms has its own)
-    embedding_norm: bool = False  # normalise the embedding as well
-    block: str = "prenorm"  # how a layer is put together: prenorm, silia (without ffn)
+    embedding_norm: bool = False  # normalise the embedding as well, without gain
+    block: str = "prenorm"  # how a layer is put together: prenorm, silia (of mixer hydra; has no ffn)
     token_merging: str = "off"  # merge similar neighbours in training, in the middle layers: off, paper
     merge_threshold: float = 0.92  # cosine above which neighbours merge
-    sink_token: str = ""  # special token that stands in front of every window and every prompt
+    sink_token: str = ""  # special token put in front of every window and prompt; empty: none
     init: str = "truncated_normal"  # initial weights: truncated_normal, normal, pytorch (what PyTorch does)
     embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
@@ -109,10 +109,16 @@ class ModelConfig:
             raise ValueError(f"d_head={self.head_width} must be even: positions turn pairs of coordinates.")
         if self.ffn == "dual_stream" and self.narrow_width < 1:
             raise ValueError(f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream.")
+        if self.mixer == "hydra" and self.kv_heads != self.n_head:
+            raise ValueError(f"n_kv_head={self.n_kv_head} is not for mixer='hydra': each head has its own.")
         if self.mixer == "hydra" and self.n_head % 2:
             raise ValueError(f"n_head={self.n_head} must be even with mixer='hydra': half attend, half sum.")
         if self.block == "silia" and self.mixer != "hydra":
             raise ValueError(f"block='silia' is made of mixer='hydra', not {self.mixer!r}.")
+        if self.token_merging != "off" and self.block == "silia":
+            raise ValueError(f"token_merging={self.token_merging!r} is not for block='silia'.")
+        if not -1 <= self.merge_threshold <= 1:
+            raise ValueError(f"merge_threshold={self.merge_threshold} is a cosine, between -1 and 1.")
         if self.lookback < 0:
             raise ValueError(f"lookback={self.lookback} must not be negative.")
 
@@ -155,7 +161,8 @@ def spiral_rotary(config, position):
 
 
 def mirrored_rotary(config, position):
-    """The spiral turned the other way: Silia's rotary, with alpha = 0. Only trained weights can tell."""
+    """The spiral turned the other way; with alpha = 0, Silia's rotary. To swap the halves of all queries and
+    keys would undo it, so only trained weights can tell the two apart."""
     cos, sin = spiral_rotary(config, position)
     return cos, -sin
 
@@ -266,8 +273,9 @@ def causal_attention(q, k, v):
     """Softmax attention of the last T of S tokens, each over itself and those before.
 
     q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Query head h reads key/value head h // (H/K).
-    The fused kernels build no (T, S) matrix in training. A chunk that continues a text (1 < T < S) needs the
-    causal triangle at the lower right; `is_causal` would put it at the upper left. One token sees all.
+    The fused kernels build no (T, S) matrix in training. (On CUDA, with K < H, this takes half precision and
+    a recent GPU.) A chunk that continues a text (1 < T < S) needs the causal triangle at the lower right;
+    `is_causal` would put it at the upper left. One token sees all.
     """
     T, S = q.size(2), k.size(2)
     mask = causal_lower_right(T, S) if 1 < T < S else None
@@ -295,12 +303,12 @@ def rms_norm(config):
 
 
 def unit_rms(x):
-    """x / sqrt(mean(x^2) + eps), no gain, in float32; eps is the step from 1 to the next float32 (Silia)."""
+    """x / sqrt(mean(x^2) + eps), no gain, in float32 or wider; eps is that type's machine epsilon (Silia)."""
     return F.rms_norm(at_least_float32(x), x.shape[-1:]).type_as(x)
 
 
 def bare_rms_norm(config):
-    """`unit_rms`, as a part."""
+    """No gain, so nothing to build: `unit_rms`, for the table of parts."""
     return unit_rms
 
 
@@ -408,7 +416,7 @@ class CrossLayerAttention(Attention):
         super().__init__(config, name)
         self.gate = nn.Linear(config.d_model, self.sizes[0], bias=False)
         self.kv_below = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one product
-        self.phi = nn.Parameter(torch.tensor(config.phi))
+        self.phi = nn.Parameter(torch.tensor(float(config.phi)))
 
     def look_below(self, q, below):
         """q (B, H, T, D), rotated; L summaries (B, T, C) -> (B, H, T, D): a token reads its own L vectors."""
@@ -431,14 +439,16 @@ class CrossLayerAttention(Attention):
 
 class HydraAttention(nn.Module):
     """Hydra latent attention (Silia v2): even heads attend ("XLA"), odd heads sum ("AFT", arXiv:2105.14103).
-    n is the norm without gain; q, k, v of all heads come from one latent vector, W_qkv W_latent n(x).
+    n is the norm without gain, R the rotary; q, k, v of all heads come from one latent vector of width C,
+    W_qkv W_latent n(x), and W_out joins the heads.
 
         even  a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
-              y_t = a_t without its part along v_t: what the token itself does not say already
+              y_t = a_t without its part along v_t: what the token's own value does not say
         odd   y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
 
-    The odd heads remember two sums, however long the text is. |n(k)| <= sqrt(D), so exp cannot overflow.
-    Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
+    The odd heads remember two sums, however long the text is. No coordinate of n(k) is above sqrt(D), so exp
+    cannot overflow. Unlike other mixers this one norms its input itself, and it can change the width, from
+    d_in to d_out.
     """
 
     def __init__(self, config, name, d_in=0, d_out=0):
@@ -452,20 +462,23 @@ class HydraAttention(nn.Module):
 
     def forward(self, x, rotary, past, below=()):
         h = unit_rms(x)
+        # (B, T, 3*H*D) -> even and odd heads, (B, T, H/2, 3, D) each
         even, odd = self.qkv(self.latent(h)).unflatten(-1, (-1, 2, 3, self.d_head)).unbind(3)
         gate = self.gate(h).sigmoid().unflatten(-1, (-1, self.d_head))  # (B, T, H/2, D), as are q, k, v below
         heads = [self.attend(*even.unbind(3), gate, rotary, past), self.sum(*odd.unbind(3), past)]
         return self.out(torch.stack(heads, dim=3).flatten(2))  # interleaved again: (B, T, H*D)
 
     def attend(self, q, k, v, gate, rotary, past):
-        q, k, rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H/2, T, D)
+        """Even heads: q, k, v, gate (B, T, H/2, D) -> y, the same shape"""
+        q, k, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H/2, T, D)
         q, k = unit_rms(apply_rotary(q, *rotary)), unit_rms(apply_rotary(k, *rotary))
-        k, rows = past.append(self.name + ".key", k), past.append(self.name + ".value", rows)
-        a = gate * causal_attention(q, k, rows).transpose(1, 2)
-        own = F.normalize(v, dim=-1)
+        k, values = past.append(self.name + ".key", k), past.append(self.name + ".value", values)
+        a = gate * causal_attention(q, k, values).transpose(1, 2)
+        own = F.normalize(at_least_float32(v), dim=-1).type_as(v)
         return a - (a * own).sum(dim=-1, keepdim=True) * own
 
     def sum(self, q, k, v, past):
+        """Odd heads: q, k, v (B, T, H/2, D) -> y, the same shape"""
         weight = at_least_float32(unit_rms(k)).exp()
         total = past.running_sum(self.name + ".weight", weight)
         mean = past.running_sum(self.name + ".weighted", weight * v) / (total + 1e-6)
@@ -611,8 +624,6 @@ class PreNormBlock(nn.Module):
 class SiliaBlock(nn.Module):
     """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2)."""
 
-    find_pairs = None  # no token merging
-
     def __init__(self, config, layer):
         super().__init__()
         self.unit_1 = HydraAttention(config, f"{layer}.1", config.d_model, 2 * config.d_ff)
@@ -682,7 +693,7 @@ class LanguageModel(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module):
-        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0."""
+        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0. Not Silia."""
         if PARTS["init"][self.config.init] is None:
             return
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -746,14 +757,15 @@ class LanguageModel(nn.Module):
         Only ids below n_ids are drawn (None: all): a model may have more rows than its tokenizer has tokens.
         Pass a cache to go on from an earlier call; idx is then what the cache has not seen, beginning with
         the last id that was drawn. What does not fit the context, be it a long prompt or a long story, is cut
-        to its last half window, which is read anew: a full window at each step would be slow.
+        to its last half window, which is read anew: a full window at each step would be slow. With a
+        sink_token, idx must begin with it; it stays in front.
         """
         cache = cache or Cache(self.config.context)
         for _ in range(max_new_tokens):
             if cache.length + idx.size(1) > self.config.context:
                 seen = idx if cache.tokens is None else torch.cat([cache.tokens, idx], dim=1)
                 idx = seen[:, -max(1, self.config.context // 2):]
-                if self.config.sink_token:  # it stays in front
+                if self.config.sink_token:
                     idx = torch.cat([seen[:, :1], idx[:, 1:]], dim=1)
                 cache.reset()
             logits, _ = self(idx, cache=cache, last_only=True)

@@ -293,10 +293,10 @@ def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, worke
     return build(name, ", ".join(map(os.path.basename, paths)), read, tokenizer, workers=workers, **options)
 
 
-STORYBOOKS = ("storybook", "storybook_munch")  # the latter for Silia: encoded by longest match
+STORYBOOKS = {"storybook": 1024, "storybook_munch": 512}  # tokens; the latter is for Silia
 
 
-def storybook(name="storybook", vocab_size=1024, seed=1, train=25_000, val=300, **options):
+def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, **options):
     """data/NAME from the generator in storybook.py; returns at once if it is there already. The two splits
     come from independent random streams (2 seed, 2 seed + 1), so they need no split by hash."""
     if (DATA / name / "meta.json").exists():
@@ -305,7 +305,8 @@ def storybook(name="storybook", vocab_size=1024, seed=1, train=25_000, val=300, 
     told = {split: list(tqdm(book.stories(n, stream), "stories", n, disable=None, leave=False))
             for split, n, stream in (("train", train, 2 * seed), ("val", val, 2 * seed + 1))}
     return build(name, "storybook.py", lambda split, label: ((text, True) for text, _ in told[split]),
-                 vocab_size=vocab_size, seed=seed, nats=-math.fsum(log_prob for _, log_prob in told["val"]),
+                 vocab_size=vocab_size or STORYBOOKS[name], seed=seed,
+                 nats=-math.fsum(log_prob for _, log_prob in told["val"]),
                  **options)
 
 
@@ -387,7 +388,7 @@ def arguments(argv):
     option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8")
     option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% of the input)")
     option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
-    option("--vocab_size", type=int, metavar="N", help="default: 32000; storybook: 1024")
+    option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")
     option("--munch", action="store_true", help="encode by longest match and with Silia's special tokens")

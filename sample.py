@@ -153,7 +153,7 @@ def main():
             context = writer.model.config.context
             if len(ids) > context:
                 print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "
-                      f"sees the last {context // 2}]", file=sys.stderr)
+                      f"sees the last {max(1, context // 2)}]", file=sys.stderr)
             for n in range(args.num_samples):
                 if n:
                     print("---")

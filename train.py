@@ -49,7 +49,7 @@ class TrainConfig:
     seed: int = 1337  # of the initial weights and of the batches
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
-    compile: str = "auto"  # torch.compile: auto (on CUDA only), on, off
+    compile: str = "auto"  # torch.compile: auto (on CUDA, without token merging), on, off
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
@@ -59,7 +59,7 @@ class TrainConfig:
     min_lr: float = 0.0  # where the cosine ends
     schedule: str = "cosine"  # learning rate after the warm-up: cosine, or cooldown (constant, then a cosine)
     warmup: float = 0.05  # share of max_steps in which the learning rate rises
-    cooldown: float = 0.45  # schedule=cooldown: share of max_steps, at the end, in which it falls
+    cooldown: float = 0.45  # schedule=cooldown: share of max_steps, at the end, in which the rate falls
     weight_decay: float = 0.1  # on matrices and embeddings; never on gains and biases
     beta1: float = 0.9  # AdamW: decay of the gradient's running mean
     beta2: float = 0.95  # AdamW: decay of the squared gradient's running mean
@@ -141,6 +141,8 @@ def open_data(name, model_config):
     text of tokenizer.json as meta["tokenizer"].
     """
     folder = Path("data") / name
+    if model_config.sink_token and name == "storybook":
+        raise ValueError(f"data=storybook has no {model_config.sink_token}: take data=storybook_munch.")
     if name in ("storybook", "storybook_munch") and not folder.exists():
         import prepare
 
@@ -185,7 +187,7 @@ def open_data(name, model_config):
 def get_batch(ids, step, config, context, sink=None):
     """The windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context) each.
 
-    A sink, if there is one, takes the place of the first input; the targets stay what they are.
+    sink is a token id, or None: it takes the place of the first input, and the targets stay.
     """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
@@ -233,8 +235,8 @@ def learning_rate(step, config):
     """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
-    min_lr. Never 0 before the end, whatever the settings. With schedule="cooldown" the rate stays at its peak
-    until the last share `cooldown` of the steps, which has the cosine to itself (Silia).
+    min_lr. With schedule="cooldown" (Silia) the rate stays at its peak until the last share `cooldown` of the
+    steps; the cosine is for those.
     """
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
@@ -263,7 +265,7 @@ def make_optimizers(model, config):
 
 
 def set_rates(optimizers, step, config):
-    """Set this step's learning rate, which is returned, and Muon's momentum: 0.85, rising to 0.95 in 300."""
+    """Set this step's learning rate, which is returned, and Muon's momentum: 0.85 to 0.95 in 300 steps."""
     rate = learning_rate(step, config)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -333,30 +335,42 @@ def load_model(checkpoint):
         raise ValueError(f"the checkpoint does not fit this model.py: {reason}.") from None
 
 
+MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}  # of each parameter
+
+
 def load_optimizers(optimizers, states):
     """Put the saved moments of each parameter into the optimizers; the settings stay those of this run."""
     try:
-        states = {"AdamW": states} if "state" in states else states  # as it was before there was a choice
+        states = {"AdamW": states} if "state" in states else states  # as it was written before Muon
         if states.keys() != optimizers.keys():
             raise ValueError
         for name, optimizer in optimizers.items():
             now, saved = optimizer.state_dict(), states[name]["state"]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for i, moments in saved.items():
-                for x in moments.values():  # the fused kernel trusts these shapes
-                    if x.dtype != torch.float32 or x.shape not in (parameters[i].shape, torch.Size([])):
+                if moments.keys() != MOMENTS[name]:
+                    raise ValueError
+                for key, x in moments.items():  # the fused kernel trusts these shapes
+                    if x.dtype != torch.float32 or x.shape != (() if key == "step" else parameters[i].shape):
                         raise ValueError
             optimizer.load_state_dict({"state": saved, "param_groups": now["param_groups"]})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        raise ValueError("the optimizer's state in the checkpoint does not fit this run's.") from None
+        raise ValueError("the optimizer's state in the checkpoint does not fit: give it the same model and "
+                         "optimizer options.") from None
 
 
-def check_same(what, old, new):
-    """ValueError, naming the first field, if two configs (dicts) differ."""
-    for name in new:
-        if old.get(name) != new[name]:
-            raise ValueError(f"{what} has {name}={old.get(name)!r}, this run {new[name]!r}: give it the same "
-                             "model options.")
+def check_same(what, old, config, resume):
+    """ValueError, naming the first field, if the config of a checkpoint (a dict) is not this run's.
+
+    Fields that the checkpoint is too old to have had their default. A run that begins from weights may merge
+    otherwise than they did, and how they were initialised does not matter to it.
+    """
+    free = () if resume else ("token_merging", "merge_threshold", "init", "embedding_std", "phi")
+    old = asdict(ModelConfig()) | old
+    for name, new in asdict(config).items():
+        if old[name] != new and name not in free:
+            raise ValueError(f"{what} has {name}={old[name]!r}, this run {new!r}: give it the same model "
+                             "options.")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -376,7 +390,7 @@ def train(config, model_config):
     source = path if config.resume else config.init_from
     if source:
         old = load_checkpoint(source)
-        check_same(source, old["model_config"], asdict(model_config))
+        check_same(source, old["model_config"], model_config, config.resume)
         if old["tokenizer"] != meta["tokenizer"]:
             raise ValueError(f"{source} was trained with another tokenizer than that of data/{config.data}.")
         model = load_model(old)
@@ -468,7 +482,7 @@ def train(config, model_config):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip).item()
             # float16 gradients overflow now and then: the scaler then skips the step and lowers its scale
             check_finite(step, loss=step_loss, gradient_norm=0.0 if scaler.is_enabled() else norm)
-            for optimizer in optimizers.values():
+            for optimizer in optimizers.values() if math.isfinite(norm) else ():  # all of them, or none
                 scaler.step(optimizer)
             scaler.update()
             model.zero_grad(set_to_none=True)
@@ -524,8 +538,9 @@ def check_resume(config, old, path):
     """Say what a resumed run goes on with, and what was changed."""
     if old["step"] > config.max_steps:
         raise ValueError(f"{path} has {old['step']} steps already, more than max_steps={config.max_steps}.")
+    before = asdict(TrainConfig()) | old["train_config"]
     changed = [f"{name}={x!r}" for name, x in asdict(config).items()
-               if name not in ("resume", "init_from") and old["train_config"].get(name) != x]
+               if name not in ("resume", "init_from") and before[name] != x]
     print(f"resuming {path} after {old['step']} steps" + "".join("; now " + change for change in changed))
 
 
@@ -541,8 +556,12 @@ def keep_earlier_run(folder):
 
 
 def compile_model(model, config, device, autocast, batch):
-    """torch.compile where wanted, tried on part of a batch; if that fails, a warning and the plain model."""
-    if config.compile == "off" or (config.compile == "auto" and device.type != "cuda"):
+    """torch.compile where wanted, tried on part of a batch; if that fails, a warning and the plain model.
+
+    Not worth it with token merging: how many tokens are left is another number each time.
+    """
+    worth_it = device.type == "cuda" and model.config.token_merging == "off"
+    if config.compile == "off" or (config.compile == "auto" and not worth_it):
         return model
     try:
         compiled = torch.compile(model)
@@ -626,12 +645,13 @@ def report_merging(model, ratio, batch_size):
     """
     from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
 
-    def flops(module, *inputs):  # of a forward pass over one window; backward costs twice as much
+    def flops(module, *inputs):  # of a forward pass over one window
         with FlopCounterMode(display=False) as counter:
             module(*inputs)
         return counter.get_total_flops()
 
     config, T, saved = model.config, model.config.context, 0
+    passes = 4 if model.gradient_checkpointing else 3  # forward, again for backward; backward costs two
     merging = [layer for layer, block in enumerate(model.blocks) if block.find_pairs]
     with torch.device("meta"):
         copy = LanguageModel(config).eval()
@@ -642,7 +662,7 @@ def report_merging(model, ratio, batch_size):
                 below = [x] * min(layer, config.layers_below)
                 saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), below)
     return (f"merged {ratio:.1%} of the tokens in {len(merging)} of {config.n_layer} layers, which saves "
-            f"{3 * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
+            f"{passes * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
             f"these layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")
 
 

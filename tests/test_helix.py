@@ -210,6 +210,16 @@ def test_a_lookback_beyond_the_first_layer_ends_there():
     assert make(lookback=3).config.layers_below == 0  # gated spiral attention does not look below
 
 
+@pytest.mark.parametrize("changes, word", [
+    ({"merge_threshold": 92.0}, "merge_threshold=92.0"), ({"lookback": -1}, "lookback=-1"),
+    ({"d_ff": 3, "d_narrow": 0}, "d_narrow=0"), ({"winding": 0.0}, "winding"),
+    ({"mixer": "hydra", "block": "silia"}, "token_merging='paper'"),
+])
+def test_bad_settings_are_refused_by_name(changes, word):
+    with pytest.raises(ValueError, match=word):
+        ModelConfig(**MERGING | changes)
+
+
 def test_no_share_for_the_layers_below_is_no_lookback():
     with_below, without = make(**HELIX), make(**HELIX | {"lookback": 0})
     assert (with_below(ids())[0] - without(ids())[0]).abs().max() > 1e-2

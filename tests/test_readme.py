@@ -33,8 +33,8 @@ def workplace(tmp_path_factory):
     stories = [f"Once upon a time there was a frog, number {n}. It sang and was happy." for n in range(200)]
     for name in ("mine.txt", "more.txt"):
         (folder / name).write_text("<|endoftext|>\n".join(stories), encoding="utf-8")
-    for name in ("tinystories", "laptop"):
-        run(folder, f"python prepare.py --name {name} --input mine.txt --vocab_size 400 --workers 1")
+    for name, kind in (("tinystories", ""), ("laptop", ""), ("silia", "--munch")):
+        run(folder, f"python prepare.py --name {name} --input mine.txt --vocab_size 400 --workers 1 {kind}")
     return folder
 
 

@@ -41,7 +41,7 @@ def test_half_of_the_heads_keep_rows_and_half_two_sums_each():
     assert long["state_bytes"] == short["state_bytes"] == 6 * 2 * 64 * 4  # units, sums
     cache = Cache(48)
     make(**SILIA)(ids(), cache=cache)
-    assert len(cache.rows) == len(cache.sums) == 2 * 2 * 3  # two for each unit, two units for each of 3 blocks
+    assert len(cache.rows) == len(cache.sums) == 2 * 2 * 3  # of each unit; 2 units in 3 blocks
 
 
 def twin(model, tokens):
@@ -126,7 +126,8 @@ def test_initial_weights_are_those_of_pytorch():
 
 
 @pytest.mark.parametrize("changes, word", [
-    ({"n_head": 3, "d_head": 8}, "n_head=3 must be even"), ({"mixer": "attention"}, "mixer='hydra'"),
+    ({"n_head": 3, "d_head": 8}, "n_head=3 must be even"), ({"n_kv_head": 1}, "n_kv_head=1"),
+    ({"mixer": "attention"}, "mixer='hydra'"),
 ])
 def test_bad_combinations_are_refused(changes, word):
     with pytest.raises(ValueError, match=word):
@@ -134,6 +135,15 @@ def test_bad_combinations_are_refused(changes, word):
 
 
 # ------------------------------------------------------------------------------------------------ precision
+
+
+def test_a_value_of_zero_in_half_precision_is_no_nan():
+    """Guards against a norm in float16, whose smallest eps rounds to 0."""
+    model = make(**SILIA).half()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.unit_1.qkv.weight.zero_()
+    assert model(ids())[0].isfinite().all()
 
 
 def test_no_key_makes_exp_overflow():

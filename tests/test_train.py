@@ -128,6 +128,28 @@ def test_impossible_settings_are_refused(settings, word):
         TrainConfig(**settings)
 
 
+def test_an_overflow_in_one_optimizer_holds_back_the_other(here, monkeypatch):
+    """Guards against half a step: GradScaler looks at each optimizer's gradients alone, clipping at all."""
+    before = {}
+
+    def overflow(parameters, max_norm):
+        parameters = list(parameters)
+        before.update(enumerate(p.detach().clone() for p in parameters))
+        parameters[-1].grad.fill_(math.nan)
+        return torch.tensor(math.nan)
+
+    def save(checkpoint, path):
+        if checkpoint["step"] == 1:
+            assert all(torch.equal(x, y) for x, y in zip(checkpoint["model"].values(), before.values()))
+            raise KeyboardInterrupt
+
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, enabled=True))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflow)
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    assert run(monkeypatch, *SILIA, "--max_steps=1", "--eval_every=1") == 130 and before
+
+
 def test_every_parameter_is_in_exactly_one_group():
     model = LanguageModel(ModelConfig(vocab_size=50, n_layer=2, d_model=16, n_head=2, d_ff=24))
     optimizers = train.make_optimizers(model, TrainConfig(weight_decay=0.1))
@@ -293,6 +315,24 @@ def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
     assert "no checkpoint nowhere.pt" in run(monkeypatch, "--init_from=nowhere.pt")
 
 
+def test_checkpoints_from_before_a_field_or_an_optimizer_was_there_go_on(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=4") is None
+    old = load()
+    for name in ("lookback", "embedding_norm", "init"):
+        del old["model_config"][name]
+    old["optimizer"] = old["optimizer"]["AdamW"]
+    torch.save(old, "out/run/ckpt.pt")
+    assert run(monkeypatch, "--max_steps=6", "--resume") is None
+    assert load()["step"] == 6 and load()["optimizer"]["AdamW"]["state"][0]["step"] == 6
+
+
+def test_a_run_that_begins_from_weights_may_merge_otherwise(here, monkeypatch, capsys):
+    assert run(monkeypatch, *HELIX, "--max_steps=2") is None
+    words = [*HELIX, "--max_steps=2", "--token_merging=off", "--phi=0"]
+    assert run(monkeypatch, *words, "--init_from=out/run/ckpt.pt", "--out=second") is None
+    assert "phi=-3.0, this run 0.0" in run(monkeypatch, *words, "--resume")
+
+
 def test_resume_says_what_changed_and_refuses_another_model(here, monkeypatch, capsys):
     assert "no checkpoint" in run(monkeypatch, "--resume")
     assert run(monkeypatch, "--max_steps=2") is None
@@ -435,6 +475,8 @@ def test_files_that_are_no_checkpoints_are_refused_and_run_nothing(here, monkeyp
 @pytest.mark.parametrize("spoil", [
     lambda c: c["optimizer"]["AdamW"]["state"][0].update(exp_avg=torch.zeros(3)),  # would crash the kernel
     lambda c: c["optimizer"]["AdamW"]["state"][0].update(exp_avg="x"),
+    lambda c: c["optimizer"]["AdamW"]["state"][0].update(exp_avg=torch.tensor(1.0)),  # so would this
+    lambda c: c["optimizer"]["AdamW"]["state"][0].pop("exp_avg_sq"),
     lambda c: c["optimizer"]["AdamW"].pop("state"), lambda c: c["optimizer"].clear(),
     lambda c: c.update(step="3"), lambda c: c.pop("best_val_loss"), lambda c: c.update(model_config=None),
     lambda c: c["model_config"].update(n_layer=10**7), lambda c: c["model_config"].update(d_model=2**40),
