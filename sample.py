@@ -124,6 +124,7 @@ def chat(writer):
 
     tokenizer = writer.tokenizer
     end = tokenizer.specials.get("<|end|>")
+    encode_chat(tokenizer, [("user", ""), ("assistant", None)])  # if the tokenizer cannot, say so at once
     unseen = writer.sink[:]  # ids that the cache has not read yet
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
