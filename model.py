@@ -686,6 +686,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False  # in training, recompute each block in backward: less memory
+        self.chunked_loss = False  # compute the loss piece by piece and no logits: much less memory
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         block = PARTS["block"][config.block]
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
@@ -717,8 +718,9 @@ class LanguageModel(nn.Module):
     def forward(self, idx, targets=None, cache=None, last_only=False):
         """Token ids idx (B, T) -> logits (B, T, V), or (B, 1, V) with last_only; and the mean loss, or None.
 
-        targets (B, T): the token after each; -100 is ignored; nothing is shifted here. With a cache, idx goes
-        on where the last call stopped. ValueError when the context is exceeded.
+        targets (B, T): the token after each; -100 is ignored; nothing is shifted here. With chunked_loss and
+        targets, logits are None. With a cache, idx goes on where the last call stopped. ValueError when the
+        context is exceeded.
         """
         T, past = idx.size(1), cache or NoCache()
         limit = min(self.config.context, past.capacity)
@@ -738,8 +740,12 @@ class LanguageModel(nn.Module):
             else:
                 x = block(x, rotary, past, below)
         x = self.norm(x[:, -1:] if last_only else x)
-        logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
         past.advance(idx)
+        if targets is not None and self.chunked_loss:
+            options = nn.LinearCrossEntropyOptions()
+            return None, F.linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten(),
+                                                options=options)
+        logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
         if targets is None:
             return logits, None
         return logits, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())

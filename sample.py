@@ -70,6 +70,13 @@ def read_prompt(args):
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
 
+def head_by_columns(model):
+    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies them by
+    one vector for each token, reads them two to four times as fast in float32."""
+    weight = model.embedding.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
 class Writer:
     """A loaded model with its tokenizer and settings; writes to stdout as it decodes."""
 
@@ -88,6 +95,8 @@ class Writer:
             raise ValueError(f"{self.path} has no tokenizer: import it again with --tokenizer.")
         self.tokenizer = tokenizers.parse(checkpoint["tokenizer"])
         self.model = load_model(checkpoint).to(device, dtype).eval()
+        if device.type == "cpu" and dtype == torch.float32:
+            head_by_columns(self.model)
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             raise ValueError("the checkpoint's tokenizer has more tokens than its model.")
         self.sink_token = self.model.config.sink_token

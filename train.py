@@ -12,6 +12,7 @@ resumed ends, on a CPU, with the same weights to the last bit as one that was no
 
 import contextlib
 import csv
+import ctypes
 import hashlib
 import json
 import math
@@ -51,6 +52,7 @@ class TrainConfig:
     dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
     compile: str = "auto"  # torch.compile: auto (on CUDA, without token merging), on, off
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
+    chunked_loss: bool = False  # the loss without all logits at once: much less memory, a little more time
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     grad_accum: int = 1  # read the batch in this many parts: less memory, the same step
@@ -397,6 +399,9 @@ def train(config, model_config):
     else:
         model = new_model(model_config, config.seed)
     model.to(device).gradient_checkpointing = config.gradient_checkpointing
+    model.chunked_loss = config.chunked_loss
+    if device.type == "cpu":
+        keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     start, best = 0, math.inf
@@ -495,6 +500,20 @@ def train(config, model_config):
         sys.exit(128 + stop[0])
     print(f"done. Last state: {path}; best: {best_path}, validation loss {best:.4f}.")
     print(f'Now try: python sample.py --checkpoint {path} --prompt "Once upon a time"')
+
+
+def keep_freed_memory():
+    """Have Linux's malloc keep what a step frees for the next one.
+
+    Otherwise it gives large tensors back to the system and gets them anew, page by page and zeroed: a fifth
+    of a step on a CPU, or more. The process keeps its peak memory, which grows by about a fourth.
+    """
+    try:
+        malloc = ctypes.CDLL("libc.so.6")
+        malloc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
+        malloc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
+    except (OSError, AttributeError):  # another system
+        pass
 
 
 def new_model(model_config, seed):

@@ -360,6 +360,26 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert torch.allclose(*grads, atol=1e-12) and grads[0].norm() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_chunked_loss_is_the_loss_and_holds_no_logits(dtype):
+    """Equal loss and gradients; and no tensor as large as the logits, which the plain loss has."""
+    results, V = [], 4000
+    x, y = ids(4, 64, V), ids(4, 64, V, seed=2)
+    y[:, :10] = -100
+    for chunked in (False, True):
+        model, largest = make(vocab_size=V, context=64).float(), [0]
+        model.chunked_loss = chunked
+        with watch_sizes(largest), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits, loss = model(x, y)
+            loss.backward()
+        assert (logits is None) == chunked
+        results.append((loss, torch.cat([p.grad.flatten() for p in model.parameters()]), largest[0]))
+    (loss, grad, size), (chunked_loss, chunked_grad, chunked_size) = results
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    assert abs(loss - chunked_loss) < close * loss and (grad - chunked_grad).norm() < close * grad.norm()
+    assert size == 4 * 64 * V and chunked_size < size / 2
+
+
 def test_bfloat16_autocast_trains_on_cpu():
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(vocab_size=61, context=32, n_layer=2, d_model=32, n_head=4, d_ff=64))
@@ -471,22 +491,24 @@ def test_ids_past_the_tokenizer_are_never_drawn():
 # ---------------------------------------------------------------------------------------------------- memory
 
 
+def watch_sizes(largest):
+    """A context in which largest[0] becomes the size of the largest tensor that any operation returns."""
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                largest[0] = max(largest[0], x.numel()) if isinstance(x, torch.Tensor) else largest[0]
+            return out
+
+    return Watch()
+
+
 def test_no_square_matrix_in_training():
     """The largest tensor of a forward and backward pass grows with T, not with T^2."""
     sizes = {}
     for T in (256, 512):
-        model = make(context=T, n_layer=1).float()
-        largest = 0
-
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                nonlocal largest
-                out = function(*args, **(kwargs or {}))
-                for x in out if isinstance(out, (tuple, list)) else [out]:
-                    largest = max(largest, x.numel()) if isinstance(x, torch.Tensor) else largest
-                return out
-
-        with Watch():
+        model, largest = make(context=T, n_layer=1).float(), [0]
+        with watch_sizes(largest):
             model(ids(1, T), ids(1, T, seed=2))[1].backward()
-        sizes[T] = largest
+        sizes[T] = largest[0]
     assert sizes[512] == 2 * sizes[256]

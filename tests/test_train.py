@@ -402,6 +402,14 @@ def test_bfloat16_and_checkpointing_run_on_cpu(here, monkeypatch, model):
     assert all(w.dtype == torch.float32 for w in load()["model"].values())
 
 
+def test_the_chunked_loss_trains_alike(here, monkeypatch):
+    losses = []
+    for words in ([], ["--chunked_loss"]):
+        assert run(monkeypatch, "--max_steps=6", *words) is None
+        losses.append([float(row["train_loss"]) for row in log_rows()[1:]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_a_failing_compiler_is_a_warning(here, monkeypatch, capsys):
     def fail(model):
         raise RuntimeError("no compiler here")

@@ -1,0 +1,255 @@
+"""
+How fast is it here? One command, one table, in Markdown.
+
+    python extras/bench.py                         everything, three rounds: about half an hour on two cores
+    python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
+    python extras/bench.py --out bench.md          into a file as well
+
+Each number is the median over rounds that take all rows in turn, each in a process of its own, so that a noisy
+machine disturbs them alike; compare rows of one run only. With the published package in the same environment
+(pip install wiola13m==1.0.1 transformers==4.45.2) its model is measured beside ours; with tokenizers or rustbpe,
+these are too. Peak memory is that of the whole process, PyTorch included.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+
+def rows():
+    for name in ("nano", "baseline", "helix", "silia"):
+        for dtype in ("float32", "bfloat16"):
+            for compiled in (False, True):
+                label = f"{name}, {dtype}" + (", compiled" if compiled else "")
+                yield "train", label, train, dict(name=name, dtype=dtype, compiled=compiled)
+    for name, dtype, batch in (("nano", "float32", 1), ("nano", "bfloat16", 1), ("nano", "float32", 16),
+                               ("nano", "bfloat16", 16), ("baseline", "float32", 1), ("helix", "float32", 1),
+                               ("silia", "float32", 1)):
+        yield "decode", f"{name}, {dtype}, batch {batch}", decode, dict(name=name, dtype=dtype, batch=batch)
+    for dtype in ("float32", "bfloat16"):
+        yield "prefill", f"nano, {dtype}, 512 tokens", prefill, dict(name="nano", dtype=dtype)
+    if importlib.util.find_spec("wiola13m"):
+        yield "train", "published Nano (wiola13m), float32", train, dict(name="published", dtype="float32")
+        yield "decode", "published Nano, float32, batch 1", decode, dict(name="published", dtype="float32", batch=1)
+        yield "prefill", "published Nano, float32, 512 tokens", prefill, dict(name="published", dtype="float32")
+    for what in ("count", "merges", "encode", "tiktoken"):
+        yield "prepare", what, prepare, dict(what=what)
+    for package in ("tokenizers", "rustbpe"):
+        if importlib.util.find_spec(package):
+            yield "prepare", package, prepare, dict(what=package)
+    for what in ("vectorised", "loop"):
+        yield "merge", what, merge, dict(what=what)
+    for chunked in (False, True):
+        label = "step of 8 x 1024 tokens, " + ("chunked loss" if chunked else "plain loss")
+        yield "memory", label, train, dict(name="nano", dtype="float32", T=1024, steps=1, chunked=chunked)
+    for T in (512, 1024, 2048, 4096, 8192):
+        yield "memory", f"step of 1 x {T} tokens, chunked loss", train, dict(
+            name="nano", dtype="float32", B=1, T=T, steps=1, chunked=True)
+
+
+def build(name, context):
+    """One of our models, or the published one, with initial weights."""
+    import torch
+
+    import config as settings
+    from model import LanguageModel, ModelConfig
+    from train import TrainConfig
+
+    torch.manual_seed(0)
+    if name == "published":
+        from wiola13m import WiolaConfig, WiolaForCausalLM
+
+        return WiolaForCausalLM(WiolaConfig(max_position_embeddings=context))
+    if name == "helix":  # of Nano's size
+        config = ModelConfig(context=context, n_kv_head=4, d_ff=640, d_narrow=160, position="helix",
+                             mixer="cross_layer", ffn="dual_stream", norm="offset_rms", init="normal")
+    else:
+        _, (_, config) = settings.load([str(ROOT / "config" / f"{name}.py"), f"--context={context}"],
+                                       TrainConfig, ModelConfig)
+    return LanguageModel(config)
+
+
+def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
+    """Optimizer steps on random ids: tokens per second."""
+    import torch
+
+    from train import keep_freed_memory
+
+    if name != "published":
+        keep_freed_memory()
+    model = build(name, T).train()
+    model.chunked_loss = chunked
+    forward = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    ids = torch.randint(0, model.config.vocab_size, (B, T + 1))
+    seconds = []
+    for _ in range(3 + steps if steps > 1 else 1):
+        began = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            if name == "published":
+                loss = forward(input_ids=ids[:, :-1], labels=ids[:, :-1]).loss
+            else:
+                loss = forward(ids[:, :-1], ids[:, 1:])[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - began)
+    return B * T / statistics.median(seconds[-steps:]), "tokens/s"
+
+
+def decode(name, dtype, batch, n=128):
+    """n greedy tokens after 16: tokens per second, all sequences together."""
+    import torch
+
+    from sample import head_by_columns
+
+    model = build(name, 1024).to(getattr(torch, dtype)).eval()
+    ids = torch.randint(0, model.config.vocab_size, (batch, 16))
+
+    def write(n):
+        if name == "published":
+            model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+        else:
+            for _ in model.generate(ids, n, temperature=0):
+                pass
+
+    if name != "published" and dtype == "float32":
+        head_by_columns(model)
+    with torch.no_grad():
+        write(8)
+        began = time.perf_counter()
+        write(n)
+    return batch * n / (time.perf_counter() - began), "tokens/s"
+
+
+def prefill(name, dtype, T=512):
+    """Reading a prompt of 512 tokens, up to the logits of the last: milliseconds."""
+    import torch
+
+    from model import Cache
+
+    model = build(name, 1024).to(getattr(torch, dtype)).eval()
+    ids, seconds = torch.randint(0, model.config.vocab_size, (1, T)), []
+    with torch.no_grad():
+        for _ in range(8):
+            began = time.perf_counter()
+            if name == "published":
+                model.lm_head(model.model(ids, use_cache=True).last_hidden_state[:, -1:])
+            else:
+                model(ids, cache=Cache(1024), last_only=True)
+            seconds.append(time.perf_counter() - began)
+    return 1000 * statistics.median(seconds[2:]), "ms"
+
+
+def prepare(what):
+    """On the text of 8,000 little stories, one process: millions of bytes (or merges) per second."""
+    import storybook
+    import tokenizer as tokenizers
+
+    documents = [text for text, _ in storybook.stories(8000, 1)]
+    size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
+    counts = tokenizers.count_chunks(documents)
+    ours = tokenizers.train_bpe(counts, 1024)
+    run = {
+        "count": lambda: tokenizers.count_chunks(documents),
+        "merges": lambda: tokenizers.train_bpe(counts, 1024),
+        "encode": lambda: [ours.encode(text) for text in documents],
+        "tiktoken": lambda: [ours._bpe.encode_ordinary(text) for text in documents],
+    }
+    if what == "tokenizers":
+        import tokenizers as hugging_face
+
+        other = hugging_face.Tokenizer.from_str(ours.to_json())
+        run[what] = lambda: [other.encode(text, add_special_tokens=False).ids for text in documents]
+    if what == "rustbpe":
+        import rustbpe
+
+        run[what] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(documents), 1020)
+    began = time.perf_counter()
+    run[what]()
+    return size / (time.perf_counter() - began), "MB/s"
+
+
+def merge(what, B=8, T=1024, C=256):
+    """Token merging of 8 x 1024 tokens, forward and backward, 13% of them merged: milliseconds."""
+    import torch
+
+    from model import greedy_pairs, mix_merged
+
+    torch.manual_seed(0)
+    x, copies = torch.randn(B, T, C), torch.rand(B, T) < 0.15
+    for t in range(1, T):
+        x[copies[:, t], t] = x[copies[:, t], t - 1] + 0.01 * torch.randn(int(copies[:, t].sum()), C)
+    x.requires_grad_()
+
+    def loop():
+        out = []
+        for row in x:
+            merged, t = [], 0
+            while t < T:
+                pair = t + 1 < T and torch.cosine_similarity(row[t], row[t + 1], dim=0).item() > 0.92
+                merged += [(row[t] + row[t + 1]) / 2] * 2 if pair else [row[t]]
+                t += 2 if pair else 1
+            out.append(torch.stack(merged))
+        return torch.stack(out)
+
+    tables = (torch.zeros(T, 1),) * 2
+    vectorised = lambda: mix_merged(lambda m, *_: m, greedy_pairs(x.detach(), 0.92), x, tables, None, [])
+    run, seconds = {"vectorised": vectorised, "loop": loop}[what], []
+    for _ in range(5 if what == "vectorised" else 1):
+        began = time.perf_counter()
+        run().sum().backward()
+        seconds.append(time.perf_counter() - began)
+    return 1000 * statistics.median(seconds), "ms"
+
+
+def main():
+    parser = argparse.ArgumentParser(description="How fast is it here?")
+    sections = ("train", "decode", "prefill", "prepare", "merge", "memory")
+    parser.add_argument("--only", choices=sections)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the table into this file, too")
+    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # one measurement, in a process of its own
+    args = parser.parse_args()
+    table = list(rows())
+    if args.row is not None:
+        import resource
+
+        value, unit = table[args.row][2](**table[args.row][3])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        print(json.dumps([value, unit, peak]))
+        return
+    chosen = [i for i, row in enumerate(table) if args.only in (None, row[0])]
+    results = {i: [] for i in chosen}
+    for n in range(args.rounds):
+        for i in chosen:
+            print(f"round {n + 1}: {table[i][0]}, {table[i][1]}", file=sys.stderr)
+            done = subprocess.run([sys.executable, __file__, "--row", str(i)], capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr.splitlines()[-1] if done.stderr else "failed", file=sys.stderr)
+            else:
+                results[i].append(json.loads(done.stdout.splitlines()[-1]))
+    lines = [f"PyTorch on {os.cpu_count()} cores, median of {args.rounds}", "",
+             "| what | which | result | peak memory |", "| --- | --- | --- | --- |"]
+    for i, found in results.items():
+        if found:
+            value, peak = (statistics.median(row[k] for row in found) for k in (0, 2))
+            lines.append(f"| {table[i][0]} | {table[i][1]} | {value:,.4g} {found[0][1]} | {peak / 1e6:,.0f} MB |")
+    print("\n".join(lines))
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
