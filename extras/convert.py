@@ -116,24 +116,22 @@ LAYOUTS = {
         "unembed.weight", "blocks.#.",
         {"embedding.weight": "embed.weight"} | {
             f"unit_{n}.{ours}": f"a{n}.{theirs}" for n in (1, 2) for ours, theirs in (
-                ("latent.weight", "qkv_l.weight"), ("qkv.weight", "qkv_u.weight"), ("out.weight", "out.weight"),
-                ("gate.weight", "gate.weight"), ("gate.bias", "gate.bias"))}),
+                ("latent.weight", "qkv_l.weight"), ("qkv.weight", "qkv_u.weight"),
+                ("gate.weight", "gate.weight"), ("gate.bias", "gate.bias"), ("out.weight", "out.weight"))}),
 }
 # Said otherwise there: published value -> ours.
 OTHERWISE = {"gate_after_rotary": {True: False, False: True}, "token_merging": {True: "paper", False: "off"}}
 
 
 def find_layout(config):
-    """The layout with the most of the keys that no other one has."""
-    def own(layout):
-        keys = [{key for key, _ in other.keys.values()} for other in LAYOUTS.values() if other is not layout]
-        return config.keys() & {key for key, _ in layout.keys.values()} - set().union(*keys)
-
-    layout = max(LAYOUTS.values(), key=lambda layout: len(own(layout)))
-    if not own(layout):
-        raise ValueError(f"a config of model_type {config.get('model_type')!r} with the keys {', '.join(config)} "
-                         "is of no known layout (wiola13m, wiola, Silia v2).")
-    return layout
+    """The layout that knows the most of a config's keys."""
+    known = {name: len(config.keys() & {key for key, _ in layout.keys.values()})
+             for name, layout in LAYOUTS.items()}
+    *_, second, best = sorted(known, key=known.get)
+    if known[second] == known[best]:
+        raise ValueError(f"the config, of model_type {config.get('model_type')!r}, is not that of a wiola13m, "
+                         "wiola or Silia v2 model.")
+    return LAYOUTS[best]
 
 
 def read_config(layout, config):
@@ -171,18 +169,19 @@ def load_reference(config, tensors):
     with torch.device("meta"):  # shapes only
         model = LanguageModel(model_config)
     pieces = dict(layout.pieces(model))
-    wanted = {theirs: x.shape for parts in pieces.values() for theirs, x in parts.items()}
-    for what, names in (("missing", wanted.keys() - tensors.keys()),
-                        ("left over", tensors.keys() - wanted.keys() - {layout.head}),
-                        ("of another shape than the config says",
-                         {name for name in wanted if name in tensors and tensors[name].shape != wanted[name]})):
+    shapes = {theirs: x.shape for parts in pieces.values() for theirs, x in parts.items()}
+    unfit = [name for name in shapes.keys() & tensors.keys() if tensors[name].shape != shapes[name]]
+    for what, names in (("missing", shapes.keys() - tensors.keys()),
+                        ("left over", tensors.keys() - shapes.keys() - {layout.head}),
+                        ("not of the shape that the config gives them", unfit)):
         if names:
             raise ValueError(f"{len(names)} of the tensors are {what}: {', '.join(sorted(names)[:5])}.")
     state = {}
     for ours, parts in pieces.items():
         parts = [tensors[theirs].detach().to("cpu", torch.float32) for theirs in parts]
         state[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-    if layout.head in tensors and not torch.equal(tensors[layout.head].cpu().float(), state["embedding.weight"]):
+    embedding = state["embedding.weight"]
+    if not torch.equal(tensors.get(layout.head, embedding).to(embedding), embedding):
         raise ValueError(f"the head, {layout.head}, is not tied to the embedding, as it is here.")
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -304,7 +303,7 @@ def import_folder(source, target, tokenizer_path=None):
     if path.exists() or tokenizer_path:
         known, sink = read_tokenizer(path)
         if known.vocab_size > model.config.vocab_size:
-            raise ValueError(f"{path} has {known.vocab_size} tokens, the model only {model.config.vocab_size}.")
+            raise ValueError(f"{path} has {known.vocab_size} tokens, but the model {model.config.vocab_size}.")
         if "num_blocks" in config and "<|actor|>" in known.specials:
             sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
         if sink not in ("", *known.specials):
