@@ -129,8 +129,8 @@ def find_layout(config):
              for name, layout in LAYOUTS.items()}
     *_, second, best = sorted(known, key=known.get)
     if known[second] == known[best]:
-        raise ValueError(f"the config, of model_type {config.get('model_type')!r}, is not that of a wiola13m, "
-                         "wiola or Silia v2 model.")
+        raise ValueError(f"the config, of model_type {config.get('model_type')!r}, is not that of a "
+                         "wiola13m, wiola or Silia v2 model.")
     return LAYOUTS[best]
 
 
@@ -166,8 +166,11 @@ def load_reference(config, tensors):
     model_config = read_config(layout, config)
     if model_config.n_layer > len(tensors):  # before a number in a file makes us build layers without end
         raise ValueError(f"{len(tensors)} tensors are too few for {model_config.n_layer} layers.")
-    with torch.device("meta"):  # shapes only
-        model = LanguageModel(model_config)
+    try:
+        with torch.device("meta"):  # shapes only
+            model = LanguageModel(model_config)
+    except RuntimeError:
+        raise ValueError("the sizes in the config are beyond any machine.") from None
     pieces = dict(layout.pieces(model))
     shapes = {theirs: x.shape for parts in pieces.values() for theirs, x in parts.items()}
     unfit = [name for name in shapes.keys() & tensors.keys() if tensors[name].shape != shapes[name]]
@@ -187,6 +190,12 @@ def load_reference(config, tensors):
     return model.eval()
 
 
+def explicit(config):
+    """The fields of a ModelConfig, with what a 0 stands for in its place."""
+    return asdict(config) | {"n_kv_head": config.kv_heads, "d_head": config.head_width,
+                             "d_narrow": config.narrow_width}
+
+
 def to_reference(model):
     """LanguageModel -> (config, {name: tensor}) as published, or ValueError if no layout has its like."""
     config = model.config
@@ -194,17 +203,14 @@ def to_reference(model):
                    if all(getattr(config, field) == part for field, part in layout.parts.items())), None)
     if layout is None:
         raise ValueError("this mix of parts has no published layout.")
-    said = asdict(config) | {"n_kv_head": config.kv_heads, "d_head": config.head_width,
-                             "d_narrow": config.narrow_width}
-    published = {}
+    published, here = {}, explicit(config)
     for ours, (theirs, _) in layout.keys.items():
         there = {x: key for key, x in OTHERWISE.get(ours, {}).items()}
-        published[theirs] = there.get(said[ours], said[ours])
-    back = read_config(layout, published)
-    for field, x in (("n_kv_head", back.kv_heads), ("d_head", back.head_width),
-                     ("lookback", back.lookback if "lookback" in layout.keys else config.lookback)):
-        if said[field] != x:
-            raise ValueError(f"the published layout cannot say {field}={said[field]}.")
+        published[theirs] = there.get(here[ours], here[ours])
+    back = explicit(read_config(layout, published))
+    for field in (*layout.keys, "n_kv_head", "d_head"):
+        if back[field] != here[field]:
+            raise ValueError(f"the published layout cannot say {field}={here[field]}.")
     tensors = {theirs: x for _, parts in layout.pieces(model) for theirs, x in parts.items()}
     return published, tensors
 
@@ -303,7 +309,8 @@ def import_folder(source, target, tokenizer_path=None):
     if path.exists() or tokenizer_path:
         known, sink = read_tokenizer(path)
         if known.vocab_size > model.config.vocab_size:
-            raise ValueError(f"{path} has {known.vocab_size} tokens, but the model {model.config.vocab_size}.")
+            raise ValueError(f"{path} has {known.vocab_size} tokens, more than the model, "
+                             f"{model.config.vocab_size}.")
         if "num_blocks" in config and "<|actor|>" in known.specials:
             sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
         if sink not in ("", *known.specials):
