@@ -38,6 +38,7 @@ class Layout:
 
     parts   fields of ModelConfig that make the family
     keys    its other fields: published key, and what a config.json without that key means
+    init    how the published package makes initial weights
     head    the published copy of the embedding, which a file may hold or leave out
     prefix  with the layer's number for #, what stands there for our blocks.#.
     names   for each of our tensors (in a block: without blocks.#.), the published ones that lie in it, one
@@ -46,6 +47,7 @@ class Layout:
 
     parts: dict
     keys: dict
+    init: str
     head: str
     prefix: str
     names: dict
@@ -74,7 +76,7 @@ LAYOUTS = {
          "rope_base": ("rope_theta", 10000.0), "alpha": ("spiral_alpha", 0.05),
          "gate": ("use_attention_gate", True), "gate_after_rotary": ("gate_pre_rope", True),
          "norm_eps": ("rms_norm_eps", 1e-6)},
-        "lm_head.weight", "model.layers.#.",
+        "truncated_normal", "lm_head.weight", "model.layers.#.",
         {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
          "norm_1.weight": "input_layernorm.weight", "norm_2.weight": "post_attention_layernorm.weight",
          "mixer.qkv.weight": "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
@@ -95,7 +97,7 @@ LAYOUTS = {
          "radial_frequency": ("srpe_radial_frequency", 0.01), "lookback": ("gcla_lookback", 2),
          "phi": ("gcla_gate_init", -3.0), "norm_eps": ("rms_norm_eps", 1e-6),
          "token_merging": ("atm_enabled", True), "merge_threshold": ("atm_threshold", 0.92)},
-        "lm_head.weight", "model.layers.#.",
+        "normal", "lm_head.weight", "model.layers.#.",
         {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.final_norm.weight",
          "norm.offset": "model.final_norm.offset",
          "norm_1.weight": "input_norm.weight", "norm_1.offset": "input_norm.offset",
@@ -113,7 +115,7 @@ LAYOUTS = {
         {"vocab_size": ("vocab_size", 512), "context": ("block_size", 1024), "n_layer": ("n_layer", 3),
          "n_head": ("n_head", 2), "d_model": ("n_embd", 64), "d_head": ("n_embd", 64),
          "d_ff": ("d_model", 256)},
-        "unembed.weight", "blocks.#.",
+        "pytorch", "unembed.weight", "blocks.#.",
         {"embedding.weight": "embed.weight"} | {
             f"unit_{n}.{ours}": f"a{n}.{theirs}" for n in (1, 2) for ours, theirs in (
                 ("latent.weight", "qkv_l.weight"), ("qkv.weight", "qkv_u.weight"),
@@ -139,10 +141,11 @@ def read_config(layout, config):
     for key, wanted in (("tie_word_embeddings", True), ("norm_after_concat", False)):
         if config.get(key, wanted) is not wanted:
             raise ValueError(f"{key}={config[key]} is not what these models have.")
-    kinds, given = {field.name: field.type for field in fields(ModelConfig)}, dict(layout.parts)
+    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    given = layout.parts | {"init": layout.init}
     for ours, (theirs, default) in layout.keys.items():
         x = config.get(theirs, default)
-        x = OTHERWISE[ours].get(x, x) if ours in OTHERWISE else x
+        x = OTHERWISE[ours][settings.check(theirs, bool, x)] if ours in OTHERWISE else x
         x = config[layout.keys["n_head"][0]] if ours == "n_kv_head" and x is None else x
         given[ours] = settings.check(theirs, kinds[ours], x)
     if given.get("lookback") == 0:
@@ -160,8 +163,10 @@ def load_reference(config, tensors):
         config = config | {"n_layer": config["num_blocks"], "block_size": config.get("n_positions", 1024),
                            "d_model": config.get("d_ff", config.get("d_model", 256))}
         port = {"wte.weight": "embed.weight", "lm_head.weight": "unembed.weight"}
-        bare = {name: re.sub(r"^(transformer|model)\.", "", name) for name in tensors}
-        tensors = {port.get(bare[name], bare[name]): x for name, x in tensors.items()}
+        bare = {re.sub(r"^(transformer|model)\.", "", name): x for name, x in tensors.items()}
+        if len(bare) < len(tensors):
+            raise ValueError("some of the tensors differ by nothing but a prefix in their names.")
+        tensors = {port.get(name, name): x for name, x in bare.items()}
     layout = find_layout(config)
     model_config = read_config(layout, config)
     if model_config.n_layer > len(tensors):  # before a number in a file makes us build layers without end
@@ -197,7 +202,10 @@ def explicit(config):
 
 
 def to_reference(model):
-    """LanguageModel -> (config, {name: tensor}) as published, or ValueError if no layout has its like."""
+    """LanguageModel -> (config, {name: tensor}) as published, or ValueError if no layout has its like.
+
+    The tensors share the model's memory.
+    """
     config = model.config
     layout = next((layout for layout in LAYOUTS.values()
                    if all(getattr(config, field) == part for field, part in layout.parts.items())), None)

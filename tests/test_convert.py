@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import config as settings
 import sample
 import tokenizer as tokenizers
 import train
 from extras import convert
 from extras.convert import load_reference, to_reference
 from model import Cache, LanguageModel, ModelConfig
+from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"vocab_size": 300, "context": 32, "n_layer": 3, "d_model": 16, "n_head": 4, "d_ff": 24}
@@ -171,6 +173,9 @@ def test_a_head_is_accepted_only_if_it_is_the_embedding(family, head):
     ({"spiral_alpha": 0.05, "num_hidden_layers": 2.5}, "num_hidden_layers takes"),
     ({"spiral_alpha": 0.05, "num_attention_heads": 5}, "n_head=5"),
     ({"spiral_alpha": 0.05, "gate_pre_rope": "no"}, "gate_pre_rope takes"),
+    ({"gcla_lookback": 2, "atm_enabled": "paper"}, "atm_enabled takes"),
+    ({"gcla_lookback": [2]}, "gcla_lookback takes"),
+    ({"gcla_lookback": 2, "atm_enabled": [1]}, "atm_enabled takes"),
     ({"spiral_alpha": 0.05, "num_hidden_layers": 10**9}, "0 tensors are too few for 1000000000 layers"),
     ({"spiral_alpha": 0.05, "num_hidden_layers": 0}, "n_layer must be above 0"),
 ])
@@ -183,6 +188,18 @@ def test_sizes_beyond_any_machine():
     _, config, weights = golden("nano")
     with pytest.raises(ValueError, match="beyond any machine"):
         load_reference(config | {"vocab_size": 10**18}, weights)
+
+
+@pytest.mark.parametrize("layout, name, changes", [
+    ("wiola13m", "nano", {"context": 1024}),
+    ("wiola", "helix_360m", {}),
+    ("silia", "silia", {"sink_token": ""}),
+])
+def test_the_defaults_are_those_of_the_recipes(layout, name, changes):
+    """A config.json may leave out what is at its default; and so training can go on from an import."""
+    layout = convert.LAYOUTS[layout]
+    recipe = settings.load([str(ROOT / "config" / f"{name}.py")], TrainConfig, ModelConfig)[1][1]
+    assert convert.explicit(convert.read_config(layout, {})) == convert.explicit(recipe) | changes
 
 
 def test_lookback_0_means_all_layers_there_and_none_here():
@@ -206,12 +223,14 @@ def test_the_ports_names_of_silia():
     file, config, weights = golden("silia")
     port = {"wte.weight" if name == "embed.weight" else name: x for name, x in weights.items()}
     port["lm_head.weight"] = port.pop("unembed.weight")
-    settings = {"model_type": "siliav2", "num_blocks": 2, "n_layer": 4, "num_hidden_layers": 4, "n_head": 2,
-                "n_embd": 16, "d_ff": 24, "n_positions": 64, "vocab_size": 61, "rms_norm_eps": None}
+    published = {"model_type": "siliav2", "num_blocks": 2, "n_layer": 4, "num_hidden_layers": 4, "n_head": 2,
+                 "n_embd": 16, "d_ff": 24, "n_positions": 64, "vocab_size": 61, "rms_norm_eps": None}
     for prefix in ("", "model."):
-        model = load_reference(settings, {prefix + name: x for name, x in port.items()})
+        model = load_reference(published, {prefix + name: x for name, x in port.items()})
         assert model.config == load_reference(config, weights).config
         assert difference(model(torch.from_numpy(file["ids"]))[0], file["logits"]) < 2e-4
+    with pytest.raises(ValueError, match="prefix"):
+        load_reference(published, port | {"model.wte.weight": port["wte.weight"]})
 
 
 # ------------------------------------------------------------------------------------------ there and back
