@@ -16,13 +16,14 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project, when this is run as a script
 
 import torch
 
+import config as settings
 import tokenizer as tokenizers
 from model import LanguageModel, ModelConfig
 from train import load_checkpoint, load_model, save_checkpoint
@@ -37,23 +38,32 @@ class Layout:
 
     parts   fields of ModelConfig that make the family
     keys    its other fields: published key, and what a config.json without that key means
-    names   for each of our tensors, the published ones that lie in it, one above the other; in `layer`,
-            names begin with blocks.# here and with `prefix` there, # being the number of the layer
+    init    how the published package makes initial weights
+    head    the published copy of the embedding, which a file may hold or leave out
+    prefix  with the layer's number for #, what stands there for our blocks.#.
+    names   for each of our tensors (in a block: without blocks.#.), the published ones that lie in it, one
+            above the other
     """
 
     parts: dict
     keys: dict
+    init: str
+    head: str
     prefix: str
     names: dict
-    layer: dict
 
-    def tensors(self, config):
-        """{our name: [published names]} for a model of this config"""
-        layer = {ours: theirs for ours, theirs in self.layer.items() if config.gate or ".gate." not in ours}
-        table = self.names | {f"blocks.{i}.{ours}": " ".join(self.prefix.replace("#", str(i)) + name
-                                                             for name in theirs.split())
-                              for i in range(config.n_layer) for ours, theirs in layer.items()}
-        return {ours: theirs.split() for ours, theirs in table.items()}
+    def pieces(self, model):
+        """Yields (our name, {published name: the piece of our tensor that it is}) for all of a model."""
+        H, K = model.config.n_head, model.config.kv_heads
+        heights = {"mixer.qkv.weight": (H, K, K), "ffn.up.weight": (2, 1)}  # relative; the others are equal
+        for ours, whole in model.state_dict().items():
+            _, layer, name = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)", ours).groups()
+            theirs = self.names[name].split()
+            if len(theirs) > 1:
+                shares = heights.get(name, (1,) * len(theirs))
+                whole = whole.split([whole.size(0) * share // sum(shares) for share in shares])
+            prefix = self.prefix.replace("#", layer) if layer else ""
+            yield ours, dict(zip([prefix + name for name in theirs], whole if len(theirs) > 1 else [whole]))
 
 
 LAYOUTS = {
@@ -66,9 +76,9 @@ LAYOUTS = {
          "rope_base": ("rope_theta", 10000.0), "alpha": ("spiral_alpha", 0.05),
          "gate": ("use_attention_gate", True), "gate_after_rotary": ("gate_pre_rope", True),
          "norm_eps": ("rms_norm_eps", 1e-6)},
-        "model.layers.#.",
-        {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"},
-        {"norm_1.weight": "input_layernorm.weight", "norm_2.weight": "post_attention_layernorm.weight",
+        "truncated_normal", "lm_head.weight", "model.layers.#.",
+        {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+         "norm_1.weight": "input_layernorm.weight", "norm_2.weight": "post_attention_layernorm.weight",
          "mixer.qkv.weight": "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
          "mixer.gate.0.weight": "self_attn.gate_fc1.weight",
          "mixer.gate.2.weight": "self_attn.gate_fc2.weight", "mixer.gate.2.bias": "self_attn.gate_fc2.bias",
@@ -87,10 +97,10 @@ LAYOUTS = {
          "radial_frequency": ("srpe_radial_frequency", 0.01), "lookback": ("gcla_lookback", 2),
          "phi": ("gcla_gate_init", -3.0), "norm_eps": ("rms_norm_eps", 1e-6),
          "token_merging": ("atm_enabled", True), "merge_threshold": ("atm_threshold", 0.92)},
-        "model.layers.#.",
+        "normal", "lm_head.weight", "model.layers.#.",
         {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.final_norm.weight",
-         "norm.offset": "model.final_norm.offset"},
-        {"norm_1.weight": "input_norm.weight", "norm_1.offset": "input_norm.offset",
+         "norm.offset": "model.final_norm.offset",
+         "norm_1.weight": "input_norm.weight", "norm_1.offset": "input_norm.offset",
          "norm_2.weight": "post_attn_norm.weight", "norm_2.offset": "post_attn_norm.offset",
          "mixer.qkv.weight": "attn.q_proj.weight attn.k_proj.weight attn.v_proj.weight",
          "mixer.kv_below.weight": "attn.k_ctx_proj.weight attn.v_ctx_proj.weight",
@@ -105,104 +115,111 @@ LAYOUTS = {
         {"vocab_size": ("vocab_size", 512), "context": ("block_size", 1024), "n_layer": ("n_layer", 3),
          "n_head": ("n_head", 2), "d_model": ("n_embd", 64), "d_head": ("n_embd", 64),
          "d_ff": ("d_model", 256)},
-        "blocks.#.",
-        {"embedding.weight": "embed.weight"},
-        {f"unit_{n}.{ours}": f"a{n}.{theirs}" for n in (1, 2) for ours, theirs in (
-            ("latent.weight", "qkv_l.weight"), ("qkv.weight", "qkv_u.weight"), ("gate.weight", "gate.weight"),
-            ("gate.bias", "gate.bias"), ("out.weight", "out.weight"))}),
+        "pytorch", "unembed.weight", "blocks.#.",
+        {"embedding.weight": "embed.weight"} | {
+            f"unit_{n}.{ours}": f"a{n}.{theirs}" for n in (1, 2) for ours, theirs in (
+                ("latent.weight", "qkv_l.weight"), ("qkv.weight", "qkv_u.weight"),
+                ("gate.weight", "gate.weight"), ("gate.bias", "gate.bias"), ("out.weight", "out.weight"))}),
 }
-# Said the other way round there.
-FLIPPED = {"gate_after_rotary": lambda pre: not pre, "token_merging": lambda on: "paper" if on else "off"}
-UNFLIPPED = {"gate_after_rotary": lambda after: not after, "token_merging": lambda kind: kind == "paper"}
-HEADS = ("lm_head.weight", "unembed.weight")  # tied to the embedding, so we have no second copy
+# Said otherwise there: published value -> ours.
+OTHERWISE = {"gate_after_rotary": {True: False, False: True}, "token_merging": {True: "paper", False: "off"}}
 
 
-def published_keys(layout):
-    """The keys by which a config.json shows its family: those that no other layout has."""
-    others = {key for other in LAYOUTS.values() if other is not layout for key, _ in other.keys.values()}
-    return {key for key, _ in layout.keys.values()} - others
+def find_layout(config):
+    """The layout that knows the most of a config's keys."""
+    known = {name: len(config.keys() & {key for key, _ in layout.keys.values()})
+             for name, layout in LAYOUTS.items()}
+    *_, second, best = sorted(known, key=known.get)
+    if known[second] == known[best]:
+        raise ValueError(f"the config, of model_type {config.get('model_type')!r}, is not that of a "
+                         "wiola13m, wiola or Silia v2 model.")
+    return LAYOUTS[best]
+
+
+def read_config(layout, config):
+    """A published config -> ModelConfig, or ValueError."""
+    for key, wanted in (("tie_word_embeddings", True), ("norm_after_concat", False)):
+        if config.get(key, wanted) is not wanted:
+            raise ValueError(f"{key}={config[key]} is not what these models have.")
+    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    given = layout.parts | {"init": layout.init}
+    for ours, (theirs, default) in layout.keys.items():
+        x = config.get(theirs, default)
+        x = OTHERWISE[ours][settings.check(theirs, bool, x)] if ours in OTHERWISE else x
+        x = config[layout.keys["n_head"][0]] if ours == "n_kv_head" and x is None else x
+        given[ours] = settings.check(theirs, kinds[ours], x)
+    if given.get("lookback") == 0:
+        given["lookback"] = given["n_layer"]  # the list of layers is cut at [-0:] there, which is all of it
+    return ModelConfig(**given)
 
 
 def load_reference(config, tensors):
     """A published config.json as a dict, and its tensors by name -> LanguageModel, float32, in eval mode.
 
-    The config's keys tell the family. ValueError, with the names, if tensors are missing or left over, or if
-    the head is not tied to the embedding.
+    The config's keys tell the family. ValueError, with the names, if tensors are missing, left over or of
+    another shape, or if the head is not tied to the embedding.
     """
     if "num_blocks" in config:  # the port of Silia counts units as layers and has other names
-        config = config | {"n_layer": config["num_blocks"], "block_size": config.get("n_positions", 1024)}
-        config |= {"d_model": config["d_ff"]} if "d_ff" in config else {}
+        config = config | {"n_layer": config["num_blocks"], "block_size": config.get("n_positions", 1024),
+                           "d_model": config.get("d_ff", config.get("d_model", 256))}
         port = {"wte.weight": "embed.weight", "lm_head.weight": "unembed.weight"}
-        tensors = {re.sub(r"^(transformer|model)\.", "", name): x for name, x in tensors.items()}
-        tensors = {port.get(name, name): x for name, x in tensors.items()}
-    layout = max(LAYOUTS.values(), key=lambda layout: len(published_keys(layout) & config.keys()))
-    if not published_keys(layout) & config.keys():
-        raise ValueError("the config has the keys of no known layout (wiola13m, wiola, Silia v2).")
+        bare = {re.sub(r"^(transformer|model)\.", "", name): x for name, x in tensors.items()}
+        if len(bare) < len(tensors):
+            raise ValueError("some of the tensors differ by nothing but a prefix in their names.")
+        tensors = {port.get(name, name): x for name, x in bare.items()}
+    layout = find_layout(config)
     model_config = read_config(layout, config)
-    names = layout.tensors(model_config)
-    wanted = {theirs for parts in names.values() for theirs in parts}
-    heads = [name for name in HEADS if name in tensors]
-    unknown = tensors.keys() - wanted - {*heads}
-    for what, names_of in (("missing", wanted - tensors.keys()), ("left over", unknown)):
-        if names_of:
-            raise ValueError(f"{len(names_of)} tensors are {what}: {', '.join(sorted(names_of)[:5])}.")
-    state = {ours: torch.cat([tensors[theirs] for theirs in parts]) if len(parts) > 1 else tensors[parts[0]]
-             for ours, parts in names.items()}
-    state = {ours: x.detach().to("cpu", torch.float32, copy=True) for ours, x in state.items()}
-    if not all(torch.equal(tensors[head].cpu().float(), state["embedding.weight"]) for head in heads):
-        raise ValueError("the head is not tied to the embedding, as it is here.")
-    with torch.device("meta"):
-        model = LanguageModel(model_config)
+    if model_config.n_layer > len(tensors):  # before a number in a file makes us build layers without end
+        raise ValueError(f"{len(tensors)} tensors are too few for {model_config.n_layer} layers.")
     try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise ValueError(f"the tensors do not fit the config: {reason}") from None
+        with torch.device("meta"):  # shapes only
+            model = LanguageModel(model_config)
+    except RuntimeError:
+        raise ValueError("the sizes in the config are beyond any machine.") from None
+    pieces = dict(layout.pieces(model))
+    shapes = {theirs: x.shape for parts in pieces.values() for theirs, x in parts.items()}
+    unfit = [name for name in shapes.keys() & tensors.keys() if tensors[name].shape != shapes[name]]
+    for what, names in (("missing", shapes.keys() - tensors.keys()),
+                        ("left over", tensors.keys() - shapes.keys() - {layout.head}),
+                        ("not of the shape that the config gives them", unfit)):
+        if names:
+            raise ValueError(f"{len(names)} of the tensors are {what}: {', '.join(sorted(names)[:5])}.")
+    state = {}
+    for ours, parts in pieces.items():
+        parts = [tensors[theirs].detach().to("cpu", torch.float32) for theirs in parts]
+        state[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+    embedding = state["embedding.weight"]
+    if not torch.equal(tensors.get(layout.head, embedding).to(embedding), embedding):
+        raise ValueError(f"the head, {layout.head}, is not tied to the embedding, as it is here.")
+    model.load_state_dict(state, assign=True)
     return model.eval()
 
 
-def read_config(layout, config):
-    """A published config -> ModelConfig, or ValueError."""
-    if config.get("tie_word_embeddings") is False or config.get("norm_after_concat"):
-        raise ValueError("a head of its own (tie_word_embeddings=false) or a norm after the heads "
-                         "(norm_after_concat=true) is not what these models have.")
-    given = {}
-    for ours, (theirs, default) in layout.keys.items():
-        x = config.get(theirs, default)
-        given[ours] = FLIPPED[ours](x) if ours in FLIPPED else x
-    if "lookback" in given:  # [-0:] there: 0 means all
-        given["lookback"] = given["lookback"] or given["n_layer"]
-        given["n_kv_head"] = given["n_kv_head"] or given["n_head"]
-    try:
-        kinds = {name: field.type for name, field in ModelConfig.__dataclass_fields__.items()}
-        return ModelConfig(**layout.parts, **{name: kinds[name](x) for name, x in given.items()})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the config does not fit: {error}") from None
+def explicit(config):
+    """The fields of a ModelConfig, with what a 0 stands for in its place."""
+    return asdict(config) | {"n_kv_head": config.kv_heads, "d_head": config.head_width,
+                             "d_narrow": config.narrow_width}
 
 
 def to_reference(model):
-    """LanguageModel -> (config, {name: tensor}) as published, or ValueError if no layout has its like."""
+    """LanguageModel -> (config, {name: tensor}) as published, or ValueError if no layout has its like.
+
+    The tensors share the model's memory.
+    """
     config = model.config
     layout = next((layout for layout in LAYOUTS.values()
                    if all(getattr(config, field) == part for field, part in layout.parts.items())), None)
     if layout is None:
         raise ValueError("this mix of parts has no published layout.")
-    shape = asdict(config) | {"n_kv_head": config.kv_heads, "d_head": config.head_width,
-                              "d_narrow": config.narrow_width}
-    published = {theirs: UNFLIPPED[ours](shape[ours]) if ours in UNFLIPPED else shape[ours]
-                 for ours, (theirs, _) in layout.keys.items()}
-    back = read_config(layout, published)
-    for field, there in (("n_kv_head", back.kv_heads), ("d_head", back.head_width),
-                         ("lookback", back.lookback if "lookback" in layout.keys else config.lookback)):
-        if shape[field] != there:
-            raise ValueError(f"the published layout cannot say {field}={shape[field]}.")
-    H, K, weights, tensors = config.n_head, config.kv_heads, model.state_dict(), {}
-    for ours, parts in layout.tensors(config).items():
-        shares = (H, K, K) if ours.endswith("qkv.weight") else (2, 1) if "ffn.up" in ours else (1, 1)
-        whole = weights[ours].detach().to("cpu", torch.float32, copy=True)
-        sizes = [whole.size(0) * share // sum(shares) for share in shares]
-        pieces = whole.split(sizes) if len(parts) > 1 else [whole]
-        tensors |= {theirs: piece.contiguous() for theirs, piece in zip(parts, pieces)}
+    published, here = {}, explicit(config)
+    for ours, (theirs, _) in layout.keys.items():
+        there = {x: key for key, x in OTHERWISE.get(ours, {}).items()}
+        published[theirs] = there.get(here[ours], here[ours])
+    back = explicit(read_config(layout, published))
+    for field in (*layout.keys, "n_kv_head", "d_head"):
+        if back[field] != here[field]:
+            raise ValueError(f"the published layout cannot say {field}={here[field]}.")
+    tensors = {theirs: x for _, parts in layout.pieces(model) for theirs, x in parts.items()}
     return published, tensors
 
 
@@ -210,74 +227,108 @@ def to_reference(model):
 # Folders
 
 
-def safetensors():
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ValueError("this needs the package safetensors: pip install safetensors") from None
-    return safetensors.torch
+def read_safetensors(path):
+    """Eight bytes with the length of a header; the header, JSON: {name: kind, shape, place}; the numbers."""
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+    header = json.loads(data[8:start].numpy().tobytes())
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, x in header.items():
+        begin, end = x["data_offsets"]
+        tensors[name] = data[start + begin : start + end].clone().view(kinds[x["dtype"]]).view(x["shape"])
+    return tensors
+
+
+def write_safetensors(tensors, path):
+    """float32 tensors by name -> a file as `read_safetensors` describes it."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, x in tensors.items():
+        header[name] = {"dtype": "F32", "shape": [*x.shape], "data_offsets": [end, end := end + x.nbytes]}
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)  # the numbers lie at multiples of eight
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for x in tensors.values():
+            file.write(x.numpy().astype("<f4").tobytes())
 
 
 def read_tensors(folder):
     """The tensors in model.safetensors, or in pytorch_model.bin, by name."""
-    path, old = folder / "model.safetensors", folder / "pytorch_model.bin"
+    path = next((folder / name for name in ("model.safetensors", "pytorch_model.bin")
+                 if (folder / name).exists()), None)
+    if path is None:
+        raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin.")
     try:
-        if path.exists():
-            return safetensors().load_file(path)
-        if old.exists():
-            tensors = torch.load(old, map_location="cpu", weights_only=True)
-            if isinstance(tensors, dict) and all(isinstance(x, torch.Tensor) for x in tensors.values()):
-                return tensors
-            raise TypeError
-    except ValueError:
-        raise
+        if path.suffix == ".safetensors":
+            return read_safetensors(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if all(isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in tensors.items()):
+            return tensors
     except Exception:  # a damaged file can end in any of a dozen errors
-        path = path if path.exists() else old
-        raise ValueError(f"{path} is damaged, or does not hold plain tensors.") from None
-    raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin.")
+        pass
+    raise ValueError(f"{path} is damaged, or does not hold plain tensors.")
 
 
 def read_tokenizer(path):
-    """A tokenizer.json -> its text as our scripts read it, and the special token that it puts in front."""
-    file, sink = json.loads(path.read_text(encoding="utf-8")), ""
-    post = file.get("post_processor") or {}
-    if post.get("type") == "TemplateProcessing":  # it may put one special token in front, as Silia's does
-        front = [piece["SpecialToken"]["id"] for piece in post["single"] if "SpecialToken" in piece]
-        if len(front) != 1 or "SpecialToken" not in post["single"][0]:
-            raise ValueError(f"{path} adds more to a text than one token in front of it.")
-        file["post_processor"], sink = None, front[0]
-    return tokenizers.parse(json.dumps(file)).to_json(), sink
+    """A tokenizer.json -> (Tokenizer, the special token that it puts in front of every text, or "")."""
+    try:
+        file, sink = json.loads(path.read_text(encoding="utf-8")), ""
+        steps = file.get("post_processor") or {}
+        steps = [step for step in steps.get("processors", [steps]) if step.get("type") != "ByteLevel"]
+        single = steps[0].get("single", []) if len(steps) == 1 else []
+        if [[*part] for part in single] == [["SpecialToken"], ["Sequence"]]:  # anything else is for `parse`
+            file["post_processor"], sink = None, single[0]["SpecialToken"]["id"]
+        return tokenizers.parse(json.dumps(file)), sink
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = error if type(error) is ValueError else "this is not a sound tokenizer.json."
+        raise ValueError(f"{path}: {reason}") from None
+
+
+def write_tokenizer(tokenizer, sink, path):
+    """The other way round."""
+    file = json.loads(tokenizer.to_json())
+    if sink:
+        front, text, second = ({kind: {"id": id, "type_id": 0}} for kind, id in (
+            ("SpecialToken", sink), ("Sequence", "A"), ("Sequence", "B")))
+        known = {"id": sink, "ids": [tokenizer.specials[sink]], "tokens": [sink]}
+        file["post_processor"] = {"type": "TemplateProcessing", "single": [front, text],
+                                  "pair": [front, text, second], "special_tokens": {sink: known}}
+    path.write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
+
+
+def write_json(x, path):
+    path.write_text(json.dumps(x, indent=2) + "\n", encoding="utf-8")
 
 
 def import_folder(source, target, tokenizer_path=None):
     """A published folder -> a checkpoint of ours at `target`."""
+    if target.exists():
+        raise ValueError(f"{target} exists already; remove it, or choose another name.")
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ValueError(f"{source} has no readable config.json.") from None
-    if target.exists():
-        raise ValueError(f"{target} exists already; remove it, or choose another name.")
     model, tokenizer = load_reference(config, read_tensors(source)), ""
     path = tokenizer_path or source / "tokenizer.json"
     if path.exists() or tokenizer_path:
-        try:
-            tokenizer, sink = read_tokenizer(path)
-        except (KeyError, TypeError, IndexError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
-            raise ValueError(f"{path} is not a sound tokenizer.json.") from None
-        known = tokenizers.parse(tokenizer)
+        known, sink = read_tokenizer(path)
         if known.vocab_size > model.config.vocab_size:
-            raise ValueError(f"{path} has more tokens ({known.vocab_size}) than the model.")
-        if model.config.block == "silia" and not sink and "<|actor|>" in known.specials:
-            sink = "<|actor|>"
-        model.config.sink_token = sink
+            raise ValueError(f"{path} has {known.vocab_size} tokens, more than the model, "
+                             f"{model.config.vocab_size}.")
+        if "num_blocks" in config and "<|actor|>" in known.specials:
+            sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
+        if sink not in ("", *known.specials):
+            raise ValueError(f"{path} puts {sink!r} in front of texts, which is no special token of it.")
+        tokenizer, model.config.sink_token = known.to_json(), sink
     target.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 0, "best_val_loss": math.inf, "model": model.state_dict(),
                      "optimizer": {}, "scaler": {}, "model_config": asdict(model.config), "train_config": {},
                      "tokenizer": tokenizer}, target)
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{target}: {size:,} parameters.")
+    print(f"{target}: {sum(p.numel() for p in model.parameters()):,} parameters.")
     if not tokenizer:
         print("It has no tokenizer, so it cannot write: import it again with --tokenizer FILE.")
 
@@ -287,23 +338,23 @@ def export_folder(source, target):
     if target.exists():
         raise ValueError(f"{target} exists already; remove it, or choose another name.")
     checkpoint = load_checkpoint(source)
-    config, tensors = to_reference(load_model(checkpoint))
-    wiola = "hidden_size" in config
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        if checkpoint["tokenizer"]:
-            tokenizer = tokenizers.parse(checkpoint["tokenizer"])
-            (temporary / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-            end = tokenizer.token_bytes(tokenizer.end_of_text).decode("utf-8")
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end,
-                        "clean_up_tokenization_spaces": False}
-            (temporary / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-            config["eos_token_id"] = tokenizer.end_of_text
+    model = load_model(checkpoint)
+    config, tensors = to_reference(model)
+    tokenizer = tokenizers.parse(checkpoint["tokenizer"]) if checkpoint["tokenizer"] else None
+    end = tokenizer and tokenizer.end_of_text
+    if "hidden_size" in config:  # for the packages, whose defaults are tokens of other tokenizers
         config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
-                   "tie_word_embeddings": True} if wiola else {}
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        safetensors().save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+                   "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        write_json(config, temporary / "config.json")
+        write_safetensors(tensors, temporary / "model.safetensors")
+        if tokenizer:
+            write_tokenizer(tokenizer, model.config.sink_token, temporary / "tokenizer.json")
+            write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                        "eos_token": tokenizer.token_bytes(end).decode("utf-8")},
+                       temporary / "tokenizer_config.json")
         temporary.rename(target)
     except OSError as error:
         raise OSError(f"cannot write {target}: {error.strerror or error}.") from None
@@ -323,10 +374,16 @@ def main():
     try:
         if args.direction == "import":
             import_folder(args.source, args.target, args.tokenizer)
+        elif args.tokenizer:
+            raise ValueError("--tokenizer is for import: an exported folder has the checkpoint's tokenizer.")
         else:
             export_folder(args.source, args.target)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}." if error.strerror else f"error: {error}")
+    except ValueError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
