@@ -5,10 +5,10 @@ How fast is it here? One command, one table, in Markdown.
     python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
     python extras/bench.py --out bench.md          into a file as well
 
-Each number is the median over rounds that take all rows in turn, each in a process of its own, so that a noisy
-machine disturbs them alike; compare rows of one run only. With the published package in the same environment
-(pip install wiola13m==1.0.1 transformers==4.45.2) its model is measured beside ours; with tokenizers or rustbpe,
-these are too. Peak memory is that of the whole process, PyTorch included.
+Each number is the median over rounds that take all rows in turn, each in a process of its own, so that a
+noisy machine disturbs them alike; compare rows of one run only. With the published package in the same
+environment (pip install wiola13m==1.0.1 transformers==4.45.2) its model is measured beside ours; with the
+packages tokenizers or rustbpe, these are too. Peak memory is that of the whole process, PyTorch included.
 """
 
 import argparse
@@ -39,9 +39,10 @@ def rows():
     for dtype in ("float32", "bfloat16"):
         yield "prefill", f"nano, {dtype}, 512 tokens", prefill, dict(name="nano", dtype=dtype)
     if importlib.util.find_spec("wiola13m"):
-        yield "train", "published Nano (wiola13m), float32", train, dict(name="published", dtype="float32")
-        yield "decode", "published Nano, float32, batch 1", decode, dict(name="published", dtype="float32", batch=1)
-        yield "prefill", "published Nano, float32, 512 tokens", prefill, dict(name="published", dtype="float32")
+        theirs = dict(name="published", dtype="float32")
+        yield "train", "published Nano (wiola13m), float32", train, theirs
+        yield "decode", "published Nano, float32, batch 1", decode, theirs | {"batch": 1}
+        yield "prefill", "published Nano, float32, 512 tokens", prefill, theirs
     for what in ("count", "merges", "encode", "tiktoken"):
         yield "prepare", what, prepare, dict(what=what)
     for package in ("tokenizers", "rustbpe"):
@@ -245,7 +246,8 @@ def main():
     for i, found in results.items():
         if found:
             value, peak = (statistics.median(row[k] for row in found) for k in (0, 2))
-            lines.append(f"| {table[i][0]} | {table[i][1]} | {value:,.4g} {found[0][1]} | {peak / 1e6:,.0f} MB |")
+            value = f"{value:,.4g} {found[0][1]}"
+            lines.append(f"| {table[i][0]} | {table[i][1]} | {value} | {peak / 1e6:,.0f} MB |")
     print("\n".join(lines))
     if args.out:
         args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

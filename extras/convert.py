@@ -4,7 +4,7 @@ Published checkpoints in, ours out.
     python extras/convert.py import SRC out/NAME/ckpt.pt  # then sample.py --checkpoint out/NAME/ckpt.pt
     python extras/convert.py export out/NAME/ckpt.pt DST  # then WiolaForCausalLM.from_pretrained("DST")
 
-SRC and DST are folders with config.json, model.safetensors (SRC: or pytorch_model.bin) and tokenizer.json, in
+SRC and DST are folders with config.json, model.safetensors or pytorch_model.bin, and tokenizer.json, in
 the layouts of wiola13m 1.0.1, wiola 0.1.1, and Silia v2 with its port silia-v2-hf. `load_reference` makes a
 model of the contents of a config.json and the tensors, in Python. Nothing in the files is executed.
 """
@@ -227,31 +227,10 @@ def to_reference(model):
 # Folders
 
 
-def read_safetensors(path):
-    """Eight bytes with the length of a header; the header, JSON: {name: kind, shape, place}; the numbers."""
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-    header = json.loads(data[8:start].numpy().tobytes())
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, x in header.items():
-        begin, end = x["data_offsets"]
-        tensors[name] = data[start + begin : start + end].clone().view(kinds[x["dtype"]]).view(x["shape"])
-    return tensors
-
-
-def write_safetensors(tensors, path):
-    """float32 tensors by name -> a file as `read_safetensors` describes it."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, x in tensors.items():
-        header[name] = {"dtype": "F32", "shape": [*x.shape], "data_offsets": [end, end := end + x.nbytes]}
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-len(text) % 8)  # the numbers lie at multiples of eight
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for x in tensors.values():
-            file.write(x.numpy().astype("<f4").tobytes())
+try:
+    import safetensors.torch as safetensors
+except ImportError:  # pip install safetensors; without it there is the older pytorch_model.bin, in and out
+    safetensors = None
 
 
 def read_tensors(folder):
@@ -260,15 +239,31 @@ def read_tensors(folder):
                  if (folder / name).exists()), None)
     if path is None:
         raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin.")
+    if path.suffix == ".safetensors" and safetensors is None:
+        raise ValueError(f"{path} is read with the package safetensors: pip install safetensors")
     try:
         if path.suffix == ".safetensors":
-            return read_safetensors(path)
+            return safetensors.load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         if all(isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in tensors.items()):
             return tensors
     except Exception:  # a damaged file can end in any of a dozen errors
         pass
     raise ValueError(f"{path} is damaged, or does not hold plain tensors.")
+
+
+def write_tensors(tensors, folder):
+    """Into model.safetensors, or where that package is missing into pytorch_model.bin."""
+    tensors = {name: x.detach().clone() for name, x in tensors.items()}  # on their own: no shared memory
+    try:
+        if safetensors is None:
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except OSError:
+        raise
+    except Exception as error:  # a full disk, in either library's own words
+        raise OSError(str(error).splitlines()[0]) from None
 
 
 def read_tokenizer(path):
@@ -349,7 +344,7 @@ def export_folder(source, target):
     try:
         temporary.mkdir(parents=True)
         write_json(config, temporary / "config.json")
-        write_safetensors(tensors, temporary / "model.safetensors")
+        write_tensors(tensors, temporary)
         if tokenizer:
             write_tokenizer(tokenizer, model.config.sink_token, temporary / "tokenizer.json")
             write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
