@@ -28,7 +28,7 @@ SMALLER = {
 def workplace(tmp_path_factory):
     """The project in an empty folder, with small stand-ins for the data that the commands expect."""
     folder = tmp_path_factory.mktemp("readme")
-    for path in [*ROOT.glob("*.py"), ROOT / "config"]:
+    for path in [*ROOT.glob("*.py"), ROOT / "config", ROOT / "extras"]:
         (folder / path.name).symlink_to(path, target_is_directory=path.is_dir())
     stories = [f"Once upon a time there was a frog, number {n}. It sang and was happy." for n in range(200)]
     for name in ("mine.txt", "more.txt"):
@@ -68,7 +68,7 @@ def test_every_command_runs(workplace):
 
 
 def test_every_file_of_the_tree_is_named():
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("config/[!_]*.py")]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("config/[!_]*.py"), *ROOT.glob("extras/*.py")]:
         assert path.name in README, path.name
 
 
