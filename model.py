@@ -101,26 +101,30 @@ class ModelConfig:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
-        if self.kv_heads < 1 or self.n_head % self.kv_heads:
-            raise ValueError(f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}.")
-        if self.d_head == 0 and self.d_model % self.n_head:
-            raise ValueError(f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head.")
-        if self.head_width < 2 or self.head_width % 2:
-            raise ValueError(f"d_head={self.head_width} must be even: positions turn pairs of coordinates.")
-        if self.ffn == "dual_stream" and self.narrow_width < 1:
-            raise ValueError(f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream.")
-        if self.mixer == "hydra" and self.kv_heads != self.n_head:
-            raise ValueError(f"n_kv_head={self.n_kv_head} is not for mixer='hydra': each head has its own.")
-        if self.mixer == "hydra" and self.n_head % 2:
-            raise ValueError(f"n_head={self.n_head} must be even with mixer='hydra': half attend, half sum.")
-        if self.block == "silia" and self.mixer != "hydra":
-            raise ValueError(f"block='silia' is made of mixer='hydra', not {self.mixer!r}.")
-        if self.token_merging != "off" and self.block == "silia":
-            raise ValueError(f"token_merging={self.token_merging!r} is not for block='silia'.")
-        if not -1 <= self.merge_threshold <= 1:
-            raise ValueError(f"merge_threshold={self.merge_threshold} is a cosine, between -1 and 1.")
-        if self.lookback < 0:
-            raise ValueError(f"lookback={self.lookback} must not be negative.")
+        wrong = {
+            f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}":
+                self.kv_heads < 1 or self.n_head % self.kv_heads,
+            f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head":
+                self.d_head == 0 and self.d_model % self.n_head,
+            f"d_head={self.head_width} must be even: positions turn pairs of coordinates":
+                self.head_width < 2 or self.head_width % 2,
+            f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream":
+                self.ffn == "dual_stream" and self.narrow_width < 1,
+            f"n_kv_head={self.n_kv_head} is not for mixer='hydra': each head has its own":
+                self.mixer == "hydra" and self.kv_heads != self.n_head,
+            f"n_head={self.n_head} must be even with mixer='hydra': half attend, half sum":
+                self.mixer == "hydra" and self.n_head % 2,
+            f"block='silia' is made of mixer='hydra', not {self.mixer!r}":
+                self.block == "silia" and self.mixer != "hydra",
+            f"token_merging={self.token_merging!r} is not for block='silia'":
+                self.token_merging != "off" and self.block == "silia",
+            f"merge_threshold={self.merge_threshold} is a cosine, between -1 and 1":
+                not -1 <= self.merge_threshold <= 1,
+            f"lookback={self.lookback} must not be negative": self.lookback < 0,
+        }
+        for sentence, is_so in wrong.items():
+            if is_so:
+                raise ValueError(sentence + ".")
 
     @property
     def kv_heads(self):  # K

@@ -213,7 +213,7 @@ def test_a_lookback_beyond_the_first_layer_ends_there():
 @pytest.mark.parametrize("changes, word", [
     ({"merge_threshold": 92.0}, "merge_threshold=92.0"), ({"lookback": -1}, "lookback=-1"),
     ({"d_ff": 3, "d_narrow": 0}, "d_narrow=0"), ({"winding": 0.0}, "winding"),
-    ({"mixer": "hydra", "block": "silia"}, "token_merging='paper'"),
+    ({"mixer": "hydra", "block": "silia", "n_kv_head": 0}, "token_merging='paper'"),
 ])
 def test_bad_settings_are_refused_by_name(changes, word):
     with pytest.raises(ValueError, match=word):
