@@ -564,33 +564,32 @@ def greedy_pairs(x, threshold):
     run decides, and the start is a running maximum. No loop over tokens.
     """
     x = at_least_float32(x)
-    similar = F.cosine_similarity(x[:, 1:], x[:, :-1], dim=-1) > threshold  # (B, T - 1)
+    dot, norm = torch.linalg.vecdot(x[:, 1:], x[:, :-1]), torch.linalg.vecdot(x, x).sqrt()
+    similar = dot > threshold * norm[:, 1:] * norm[:, :-1]  # (B, T - 1): the cosine, without dividing
     similar = F.pad(similar, (1, 0))  # (B, T): like the token before? The first has none
     t = torch.arange(x.size(1), device=x.device)
     start = torch.where(similar, 0, t).cummax(dim=1).values  # (B, T): where its run starts
     return (t - start) % 2 == 1
 
 
-def take(x, index):
-    """x (B, T, C), index (B, N) -> (B, N, C): x[b, index[b]] for each sequence b."""
-    return x[torch.arange(len(x), device=x.device)[:, None], index]
-
-
 def mix_merged(mixer, second, x, rotary, past, below):
     """The mixer on pairs merged into one; second (B, T) is True for a token that joins the one before it.
 
     Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference. A pair sees the
-    layers below as its last token does. Sequences that merge more are padded at the end, with copies of token
-    0 that no other token sees (attention is causal) and that are not copied back.
+    layers below as its last token does. Sequences that merge more are padded at the end, with zeros that no
+    token sees (attention is causal) and that are not copied back.
     """
+    B, T, C = x.shape
     group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair, or of itself if alone
     M = int(group.max()) + 1
-    t = torch.arange(x.size(1), device=x.device).expand_as(group)
-    last = group.new_zeros(len(x), M).scatter_reduce(1, group, t, "amax")  # (B, M): the last token of each
-    first = last - second.gather(1, last).long()
-    merged = (take(x, first) + take(x, last)) / 2  # (B, T, C) -> (B, M, C); one alone is its own average
-    mixed = mixer(merged, [table[:M] for table in rotary], past, [take(s, last) for s in below])
-    return take(mixed, group)  # (B, M, C) -> (B, T, C)
+    place = (group + M * torch.arange(B, device=x.device)[:, None]).flatten()  # (B*T): its row in (B*M, C)
+    share = 1 / place.bincount()[place].type_as(x)  # (B*T): 1, or 1/2 in a pair
+    merged = x.new_zeros(B * M, C).index_add(0, place, share[:, None] * x.flatten(0, 1))  # averages
+    token = torch.arange(B * T, device=x.device)
+    last = place.new_zeros(B * M).scatter_reduce(0, place, token, "amax")  # of each, its last token
+    below = [summary.flatten(0, 1).index_select(0, last).view(B, M, C) for summary in below]
+    mixed = mixer(merged.view(B, M, C), [table[:M] for table in rotary], past, below)
+    return mixed.flatten(0, 1).index_select(0, place).view(B, T, C)
 
 
 # ----------------------------------------------------------------------------------------------------------
