@@ -10,7 +10,7 @@ d_ff = 256
 # Names and colours are interchangeable in these stories. From a small start their embeddings grow into one
 # and the same vector before attention has learned to copy them, and then it does not: with the published
 # 0.02 this run ends at a loss of 0.53, not 0.38, its names still guessed. Large initial vectors stay apart.
-embedding_std = 0.3
+embedding_std = 0.3  # tied to the head: at first each token predicts itself, a loss near 31
 
 max_steps = 1200
 batch_size = 8
