@@ -296,7 +296,7 @@ def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, worke
 STORYBOOKS = {"storybook": 1024, "storybook_munch": 512}  # tokens; the latter is for Silia
 
 
-def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, **options):
+def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, munch=False, **options):
     """data/NAME from the generator in storybook.py; returns at once if it is there already. The two splits
     come from independent random streams (2 seed, 2 seed + 1), so they need no split by hash."""
     if (DATA / name / "meta.json").exists():
@@ -305,9 +305,8 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, **o
     told = {split: list(tqdm(book.stories(n, stream), "stories", n, disable=None, leave=False))
             for split, n, stream in (("train", train, 2 * seed), ("val", val, 2 * seed + 1))}
     return build(name, "storybook.py", lambda split, label: ((text, True) for text, _ in told[split]),
-                 vocab_size=vocab_size or STORYBOOKS[name], seed=seed,
-                 nats=-math.fsum(log_prob for _, log_prob in told["val"]),
-                 **options)
+                 vocab_size=vocab_size or STORYBOOKS[name], munch=munch or name == "storybook_munch",
+                 seed=seed, nats=-math.fsum(log_prob for _, log_prob in told["val"]), **options)
 
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"

@@ -143,12 +143,12 @@ def open_data(name, model_config):
     text of tokenizer.json as meta["tokenizer"].
     """
     folder = Path("data") / name
-    if model_config.sink_token and name == "storybook":
+    if name == "storybook" and model_config.sink_token not in ("", *tokenizers.SPECIALS):
         raise ValueError(f"data=storybook has no {model_config.sink_token}: take data=storybook_munch.")
     if name in ("storybook", "storybook_munch") and not folder.exists():
         import prepare
 
-        prepare.storybook(name, model_config.vocab_size, munch=name == "storybook_munch")
+        prepare.storybook(name, model_config.vocab_size)
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         meta["tokenizer"] = (folder / "tokenizer.json").read_bytes().decode("utf-8")
