@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import config as settings
 import model as model_file
-from model import (Cache, LanguageModel, ModelConfig, NoCache, OffsetRMSNorm, greedy_pairs, helix_rotary,
+from model import (Cache, LanguageModel, ModelConfig, OffsetRMSNorm, greedy_pairs, helix_rotary,
                    mix_merged)
-from test_model import HELIX, ids, in_chunks, make
+from test_model import (HELIX, check_600_tokens_in_bfloat16, check_bfloat16_autocast_trains, ids, in_chunks,
+                        make)
 from train import TrainConfig, report_merging
 
 MERGING = HELIX | {"n_layer": 6, "token_merging": "paper", "merge_threshold": 0.85}
@@ -419,18 +420,8 @@ def test_bfloat16_autocast_trains_with_sums_and_norms_in_float32(monkeypatch):
     mean, norm = model_file.running_mean, F.rms_norm
     monkeypatch.setattr(model_file, "running_mean", lambda *a: kinds.add(mean(*a).dtype) or mean(*a))
     monkeypatch.setattr(F, "rms_norm", lambda *a, **k: kinds.add(norm(*a, **k).dtype) or norm(*a, **k))
-    torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(vocab_size=61, context=32, d_model=32, d_ff=64,
-                                      **MERGING | {"merge_threshold": 0.8}))
-    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), ids(4, 33)
-    for step in range(30):
-        with torch.autocast("cpu", torch.bfloat16):
-            _, loss = model(x[:, :-1], x[:, 1:])
-        first = loss.item() if step == 0 else first
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert kinds == {torch.float32} and loss.item() < first / 2
+    check_bfloat16_autocast_trains(**MERGING | {"merge_threshold": 0.8})
+    assert kinds == {torch.float32}
 
 
 def test_the_offset_norm_of_half_precision_rounds_once_at_the_end():
@@ -444,9 +435,4 @@ def test_the_offset_norm_of_half_precision_rounds_once_at_the_end():
 
 def test_600_tokens_in_bfloat16_stay_close_to_the_full_pass():
     """The published cache counts in bfloat16, where 256 + 1 = 256; from there on its means are wrong."""
-    settings = HELIX | {"context": 600}
-    model, tokens = make(**settings).bfloat16(), ids(1, 600)
-    stepped, full = in_chunks(model, tokens, [1] * 600).float(), model(tokens)[0].float()
-    exact = make(**settings)(tokens)[0].float()
-    noise = (full - exact).abs()[:, :256].mean()  # what bfloat16 costs anyway
-    assert (stepped - exact).abs()[:, 512:].mean() < 2 * noise
+    check_600_tokens_in_bfloat16(**HELIX)

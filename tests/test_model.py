@@ -185,6 +185,15 @@ def test_last_only_is_the_last_row_of_logits():
     assert torch.allclose(model(x, last_only=True)[0], model(x)[0][:, -1:], atol=1e-12)
 
 
+def check_600_tokens_in_bfloat16(**changes):
+    """Decoded one at a time, the last are as near the exact logits as a full pass is in the beginning."""
+    model, tokens = make(context=600, **changes).bfloat16(), ids(1, 600)
+    stepped, full = in_chunks(model, tokens, [1] * 600).float(), model(tokens)[0].float()
+    exact = make(context=600, **changes)(tokens)[0].float()
+    noise = (full - exact).abs()[:, :256].mean()  # what bfloat16 costs anyway
+    assert (stepped - exact).abs()[:, 512:].mean() < 2 * noise
+
+
 def test_half_precision_sums_stay_in_float32():
     """A running sum kept in bfloat16 stops growing at 256; here 600 tokens stay close to the full pass."""
     x = torch.ones(1, 1, 2, dtype=torch.bfloat16)
@@ -194,11 +203,7 @@ def test_half_precision_sums_stay_in_float32():
         cache.advance(torch.zeros(1, 1))
     assert cache.sums["x"].dtype == torch.float32 and cache.sums["x"].flatten().tolist() == [600, 600]
     assert mean.flatten().tolist() == [1, 1]
-    model, tokens = make(context=600).bfloat16(), ids(1, 600)
-    stepped, full = in_chunks(model, tokens, [1] * 600).float(), model(tokens)[0].float()
-    exact = make(context=600)(tokens)[0].float()
-    noise = (full - exact).abs()[:, :256].mean()  # what bfloat16 costs anyway
-    assert (stepped - exact).abs()[:, 512:].mean() < 2 * noise
+    check_600_tokens_in_bfloat16()
 
 
 # ------------------------------------------------------------------------------------------------- causality
@@ -380,9 +385,10 @@ def test_the_chunked_loss_is_the_loss_and_holds_no_logits(dtype):
     assert size == 4 * 64 * V and chunked_size < size / 2
 
 
-def test_bfloat16_autocast_trains_on_cpu():
+def check_bfloat16_autocast_trains(**changes):
+    """30 steps on one batch, in bfloat16 where autocast says so, halve the loss, which is float32."""
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(vocab_size=61, context=32, n_layer=2, d_model=32, n_head=4, d_ff=64))
+    model = LanguageModel(ModelConfig(vocab_size=61, context=32, d_model=32, d_ff=64, **changes))
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), ids(4, 33)
     for step in range(30):
         with torch.autocast("cpu", torch.bfloat16):
@@ -392,6 +398,10 @@ def test_bfloat16_autocast_trains_on_cpu():
         optimizer.step()
         optimizer.zero_grad()
     assert loss.dtype == torch.float32 and loss.item() < first / 2
+
+
+def test_bfloat16_autocast_trains_on_cpu():
+    check_bfloat16_autocast_trains(n_layer=2, n_head=4)
 
 
 @pytest.mark.parametrize("variant", ["nano", "baseline", "gelu"])

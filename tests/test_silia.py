@@ -10,7 +10,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import config as settings
-import model as model_file
 import train
 from model import Cache, LanguageModel, ModelConfig, NoCache, unit_rms
 from test_model import SILIA, ids, make
