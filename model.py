@@ -228,11 +228,11 @@ class Cache:
     Rows are written in place into buffers of `capacity` tokens, made when a name is first used; sums are
     carried over. All layers write at the same place, so `length` moves once, by `advance`, at the end of a
     pass; new sums count from then on, too. A pass that fails halfway can therefore be repeated.
-    Made for decoding: no gradient flows through it.
+    Made for decoding: no gradient flows through it. `dtype` is that of the rows, by default what comes.
     """
 
-    def __init__(self, capacity):
-        self.capacity = capacity
+    def __init__(self, capacity, dtype=None):
+        self.capacity, self.dtype = capacity, dtype
         self.reset()
 
     def reset(self):
@@ -245,7 +245,7 @@ class Cache:
         """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
         B, K, T, D = x.shape
         if name not in self.rows:
-            self.rows[name] = x.new_empty(B, K, self.capacity, D)
+            self.rows[name] = x.new_empty(B, K, self.capacity, D, dtype=self.dtype)
         end = self.length + T
         self.rows[name][:, :, self.length : end] = x.detach()
         return self.rows[name][:, :, :end]
@@ -253,12 +253,12 @@ class Cache:
     def running_sum(self, name, x):
         """x (B, T, ...) -> prefix sums that go on from the tokens before, same shape, float32 or wider."""
         total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
-        self.new_sums[name] = total[:, -1:].detach().clone()
+        self.new_sums[name] = torch.stack([total[:, -1].detach()], dim=1)  # a copy, whatever the layout of x
         return total
 
     def advance(self, idx):
         """All layers have seen the tokens idx (B, T): count them."""
-        self.tokens = idx if self.tokens is None else torch.cat([self.tokens, idx], dim=1)
+        self.tokens = torch.cat([idx] if self.tokens is None else [self.tokens, idx], dim=1)
         self.length += idx.size(1)
         self.sums.update(self.new_sums)
 
@@ -282,9 +282,13 @@ def causal_attention(q, k, v):
     `is_causal` would put it at the upper left. One token sees all.
     """
     T, S = q.size(2), k.size(2)
-    mask = causal_lower_right(T, S) if 1 < T < S else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
-                                          enable_gqa=q.size(1) != k.size(1))
+    options = dict(attn_mask=causal_lower_right(T, S) if 1 < T < S else None, is_causal=1 < T == S,
+                   enable_gqa=q.size(1) != k.size(1))
+    if not q.is_cpu:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.autocast("cpu", enabled=False):  # a CPU's fused kernel is faster in float32 than in bfloat16
+        heads = F.scaled_dot_product_attention(*map(at_least_float32, (q, k, v)), **options)
+    return heads.type_as(q)
 
 
 def split_heads(x, d_head):
@@ -745,9 +749,12 @@ class LanguageModel(nn.Module):
         x = self.norm(x[:, -1:] if last_only else x)
         past.advance(idx)
         if targets is not None and self.chunked_loss:
-            options = nn.LinearCrossEntropyOptions()
-            return None, F.linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten(),
-                                                options=options)
+            device, weight = x.device.type, self.embedding.weight
+            if torch.is_autocast_enabled(device):  # it has no rule of its own for this function
+                x, weight = (y.to(torch.get_autocast_dtype(device)) for y in (x, weight))
+            options = nn.LinearCrossEntropyOptions(acc_policy="accurate", chunking_method=None,
+                                                   batch_chunk_size=1024)  # tokens; on its own it takes 16
+            return None, F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
         logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
         if targets is None:
             return logits, None

@@ -32,10 +32,16 @@ def rows():
             for compiled in (False, True):
                 label = f"{name}, {dtype}" + (", compiled" if compiled else "")
                 yield "train", label, train, dict(name=name, dtype=dtype, compiled=compiled)
-    for name, dtype, batch in (("nano", "float32", 1), ("nano", "bfloat16", 1), ("nano", "float32", 16),
-                               ("nano", "bfloat16", 16), ("baseline", "float32", 1), ("helix", "float32", 1),
-                               ("silia", "float32", 1)):
-        yield "decode", f"{name}, {dtype}, batch {batch}", decode, dict(name=name, dtype=dtype, batch=batch)
+    for compiled in (False, True):
+        label = "nano, bfloat16, chunked loss" + (", compiled" if compiled else "")
+        yield "train", label, train, dict(name="nano", dtype="bfloat16", compiled=compiled, chunked=True)
+    for name in ("nano", "baseline", "helix", "silia"):
+        for dtype in ("float32", "bfloat16"):
+            for compiled in (False, True):
+                label = f"{name}, {dtype}, batch 1" + (", compiled" if compiled else "")
+                yield "decode", label, decode, dict(name=name, dtype=dtype, batch=1, compiled=compiled)
+    for dtype in ("float32", "bfloat16"):
+        yield "decode", f"nano, {dtype}, batch 16", decode, dict(name="nano", dtype=dtype, batch=16)
     for dtype in ("float32", "bfloat16"):
         yield "prefill", f"nano, {dtype}, 512 tokens", prefill, dict(name="nano", dtype=dtype)
     if importlib.util.find_spec("wiola13m"):
@@ -109,23 +115,27 @@ def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
     return B * T / statistics.median(seconds[-steps:]), "tokens/s"
 
 
-def decode(name, dtype, batch, n=128):
-    """n greedy tokens after 16: tokens per second, all sequences together."""
+def decode(name, dtype, batch, compiled=False, n=128):
+    """n greedy tokens after 16, as sample.py writes them: tokens per second, all sequences together."""
     import torch
 
-    from sample import head_by_columns
+    from model import Cache
+    from sample import compile_decoding, head_by_columns
 
-    model = build(name, 1024).to(getattr(torch, dtype)).eval()
+    model, cache = build(name, 1024).to(getattr(torch, dtype)).eval(), Cache(1025, torch.float32)
     ids = torch.randint(0, model.config.vocab_size, (batch, 16))
 
     def write(n):
         if name == "published":
             model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
         else:
-            for _ in model.generate(ids, n, temperature=0):
+            cache.reset()
+            for _ in model.generate(ids, n, temperature=0, cache=cache):
                 pass
 
-    if name != "published" and dtype == "float32":
+    if compiled:
+        compile_decoding(model, cache)
+    elif name != "published" and dtype == "float32":
         head_by_columns(model)
     with torch.no_grad():
         write(8)
