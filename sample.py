@@ -32,7 +32,7 @@ def parse_arguments():
     parser.add_argument("--no_stop", action="store_true", help="go on after the end of a document")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    parser.add_argument("--compile", action="store_true", help="wait a quarter of a minute, then twice as fast")
+    parser.add_argument("--compile", action="store_true", help="takes a while, then twice as fast")
     parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args()
     for wrong, sentence in [
@@ -72,8 +72,8 @@ def read_prompt(args):
 
 
 def head_by_columns(model):
-    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies them
-    by one vector for each token, reads them two to four times as fast in float32."""
+    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
+    them by one vector for each token, reads them two to four times as fast in float32."""
     weight = model.embedding.weight
     weight.data = weight.data.t().contiguous().t()
 
