@@ -258,7 +258,7 @@ def draw_gates(plt, args):
     if T <= 70:  # else tokens are numbered
         ax.set_xticks(range(T), [piece.strip() for piece in spell(tokenizer, ids)], rotation=90, size=10)
     axes[0, 0].set_title("The gate of each head at each token")
-    figure.colorbar(image, ax=axes, pad=0.01)
+    figure.colorbar(image, ax=axes, pad=0.01, label="gate")
     return figure
 
 
@@ -307,7 +307,7 @@ def draw_attention(plt, args):
     if not (0 <= layer < layers and 0 <= head < H):
         raise ValueError(f"there is no such head: it is {layers} layers of {H} heads, counted from 0.")
     page, w = Page(plt), weights[layer, head]
-    page.say(f"What head {head} of layer {layer} reads, to go on with “{name}” ({chances[told]:.0%})")
+    page.say(f"What head {head} of layer {layer} reads at the end, to go on with “{name}” ({chances[told]:.0%})")
     page.show(spell(tokenizer, ids), w.tolist())
     page.say(f"White is 0%, black is 100% of its attention. Earlier “{name}”: {before[layer, head]:.0%}.",
              weight="normal")

@@ -81,7 +81,7 @@ def test_attention_is_that_of_a_loop_over_tokens(changes):
     before = model(IDX)[0]
     found, T = figures.attention(model, IDX), IDX.size(1)
     assert found.shape == (3, 4, T, T)
-    assert torch.equal(model(IDX)[0], before), "the model is not as it was"
+    assert torch.equal(model(IDX)[0], before) and "attend" not in vars(model.blocks[0].mixer)  # as it was
     g = figures.gates(model, IDX) if not changes else torch.ones(3, 4, T)
     for layer in (0, 2):
         x, rotary = layer_input(model, layer)
@@ -125,6 +125,10 @@ def test_cuts_grow_with_the_merges():
     assert lengths[0] == 16 and lengths == sorted(lengths, reverse=True) and lengths[1] > lengths[3]
     assert {"".join(pieces) for pieces in ways.values()} == {"the frog jumped↵"}
     assert ways["BPE after 40 merges"] == figures.spell(TOKENIZER, TOKENIZER.encode("the frog jumped\n"))
+    made = ["".join(merge).replace("Ġ", " ") for merge in TOKENIZER.merges]
+    for n in (5, 20):
+        pieces = set(figures.cuts(TOKENIZER, TEXT)[f"BPE after {n} merges"])
+        assert made[n - 1] in pieces and not pieces & set(made[n:])
     munch = tokenizers.train_bpe(tokenizers.count_chunks([TEXT]), 280, munch=True)
     ways = figures.cuts(munch, TEXT)
     assert list(ways.values()) == [figures.spell(munch, munch.encode(TEXT))]
@@ -138,6 +142,7 @@ def test_lines_break_between_words():
     pieces = ["On", "ce", " up", "on", ".↵", "A", " time", "less", "ness"]
     places = [(0, 0), (0, 2), (0, 4), (0, 7), (0, 9), (1, 0), (1, 1), (1, 6), (2, 0)]
     assert figures.lay_out(pieces, 11) == places
+    assert figures.lay_out(["A↵", "B"], 10) == [(0, 0), (1, 0)]
     assert figures.lay_out(["On", "ce", " up", "on", "!"], 8) == [(0, 0), (0, 2), (1, 0), (1, 3), (1, 5)]
 
 
@@ -212,8 +217,8 @@ def test_every_picture_is_small_and_grey(here, draw, matplotlib):
         assert image.mode == "L" and image.width == 1280 and image.getextrema()[0] < 64, words
         assert path.stat().st_size < 150_000 and not image.info, words
     assert draw(*words, *text, "--out", "again.png") is None
-    assert Path("again.png").read_bytes() == path.read_bytes(), "another file at each time"
-    assert not [path for path in here.iterdir() if path.suffix not in (".png", "")], "something half-written"
+    assert Path("again.png").read_bytes() == path.read_bytes(), "another file each time"
+    assert {path.suffix for path in here.iterdir()} == {".png", ""}, "something half-written"
 
 
 def test_losses_of_different_tokens_are_compared_in_bits(here, matplotlib):
@@ -244,6 +249,8 @@ def test_errors_are_sentences(here, draw, matplotlib):
         (["loss"], "required: runs"), (["gates", "--chekpoint", "x"], "chekpoint"),
         (["gate"], "invalid choice"),
         (["rotary", "--out", "nowhere/rotary.png"], "cannot write nowhere/rotary.png"),
+        (["rotary", "--out", "data"], "cannot write data"),
     ]:
         end = draw(*words)
         assert str(end).startswith("error: ") and sentence in end and "\n" not in end, (words, end)
+    assert {path.name for path in here.iterdir()} == {"data", "out"}, "something half-written"
