@@ -119,6 +119,8 @@ def merges(model, idx):
                 return found[layer]
             block.find_pairs = find_pairs
     model.train()(idx)
+    if not found:
+        raise ValueError(f"a model of {len(model.blocks)} layers has no middle layer that merges.")
     return {layer: second[0] for layer, second in found.items()}
 
 
@@ -217,6 +219,8 @@ def draw_loss(plt, args):
     ax.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_minor_formatter("")
+    lowest = min(validation[-1][1] for _, validation, _ in curves.values())
+    ax.set_ylim(top=min(ax.get_ylim()[1], 12 * lowest))  # the first steps may begin far above
     ax.set(title="Loss, and the least that is possible" if floors else "Loss", xlabel="steps", ylabel=unit)
     ax.legend()
     return figure
@@ -281,11 +285,12 @@ class Page:
         size = 8 * 72 / (self.width + 2) / 0.602  # in points: this font's characters are 0.602 as wide
         for i, (piece, shade, (line, x)) in enumerate(zip(pieces, shades, lay_out(pieces, self.width))):
             y = self.y + 1.25 * line
-            self.ax.add_patch(self.box((x, y), len(piece), 1, facecolor=str(1 - shade), edgecolor="0.5"))
+            self.ax.add_patch(self.box((x + 0.07, y), len(piece) - 0.14, 1, facecolor=str(1 - shade),
+                                       edgecolor="0.5"))
             self.ax.text(x, y + 0.5, piece, family="monospace", size=size, va="center_baseline",
                          color="white" if shade > 0.5 else "black")
             if i in seams:
-                self.ax.vlines(x + seams[i], y, y + 1, color="white", linewidth=1)
+                self.ax.vlines(x + seams[i], y, y + 1, color="0.5", linewidth=0.6, linestyle=":")
         self.y = y + 1.5
 
     def done(self):
@@ -323,7 +328,7 @@ def draw_merges(plt, args):
         for piece, joins in zip(spell(tokenizer, ids), second):
             if joins:
                 seams[len(boxes) - 1] = len(boxes[-1])
-                boxes[-1], shades[-1] = boxes[-1] + piece, 0.65
+                boxes[-1], shades[-1] = boxes[-1] + piece, 0.3
             else:
                 boxes, shades = [*boxes, piece], [*shades, 0]
         page.say(f"Layer {layer} merges {len(seams)} pairs among {len(ids)} tokens (cosine above "

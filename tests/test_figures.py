@@ -236,7 +236,7 @@ def test_losses_of_different_tokens_are_compared_in_bits(here, matplotlib):
 def test_errors_are_sentences(here, draw, matplotlib):
     write_run(Path("out/plain"), mixer="attention")
     write_run(Path("out/silia"), block="silia", mixer="hydra")
-    write_run(Path("out/young"), rows=0)
+    write_run(Path("out/young"), rows=0, n_layer=1)
     plain, silia = ("--checkpoint", "out/plain/ckpt.pt"), ("--checkpoint", "out/silia/ckpt.pt")
     for words, sentence in [
         (["gates", *plain, "--text", "A"], "no gates"), (["gates", *silia, "--text", "A"], "no gates"),
@@ -244,6 +244,7 @@ def test_errors_are_sentences(here, draw, matplotlib):
         (["attention", *plain, "--text", "A", "--head", 3, 0], "no such head"),
         (["attention", *plain, "--text", "frog " * 130], "more than the context"),
         (["merges", *silia], "token_merging"),
+        (["merges", "--checkpoint", "out/young/ckpt.pt", "--text", "A"], "no middle layer"),
         (["merges", *plain, "--merge_threshold", 2], "merge_threshold"),
         (["pieces", "--checkpoint", "out/none.pt"], "no checkpoint"), (["loss", "out/young"], "no losses"),
         (["loss"], "required: runs"), (["gates", "--chekpoint", "x"], "chekpoint"),
