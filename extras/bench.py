@@ -119,7 +119,7 @@ def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
 
 
 def decode(name, dtype, batch, compiled=False, before=0, n=128):
-    """Reading 16 tokens and writing n greedy ones, as sample.py does, after `before` others that do not count:
+    """Reading 16 tokens and writing n greedy ones, as sample.py does; `before` more do not count:
     tokens per second, all sequences together."""
     import torch
 

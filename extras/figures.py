@@ -236,7 +236,7 @@ def draw_rotary(plt, args):
         axes["angle"].plot(angle[:, -1], markevery=128, **style)
         axes["speed"].plot(angle[1] / found["plain"][0][1], **style)
     for style, pair in zip(LINES, (0, 2, 4, half - 1)):
-        axes["radius"].plot(found["helix"][1][:, pair], style, color="black", label=f"helix, pair {pair}")
+        axes["radius"].plot(found["helix"][1][:, pair], style, color="black", label=f"pair {pair}")
     axes["radius"].axhline(1, color="0.75", linewidth=4, zorder=0, label="plain, spiral")
     axes["angle"].set(title="How far the slowest pair turns", xlabel="position", ylabel="angle (radians)")
     axes["speed"].set(title="How fast each pair turns", xlabel="pair, from fast to slow",
