@@ -105,7 +105,7 @@ def try_mixer(key, hint="", **changes):
         try:
             logits = in_chunks(model, ids, sizes, Cache(48))
         except RuntimeError as error:
-            raise Wrong(f"fed {fed}, with a cache it stops; in one pass it does not. {error} {hint}") from None
+            raise Wrong(f"fed {fed}, with a cache, it stops; in one pass not ({error}). {hint}") from None
         gap = (logits - full).abs().max()
         if not gap < 1e-10:
             raise Wrong(f"fed {fed}, with a cache, logits differ by {gap:.2g} from one pass{said}. {hint}")
@@ -162,6 +162,7 @@ def check_01(my):
 
         size, gate = sum(budget["parameters"].values()), D * H + H * H + H
         grouped = f"Keys and values have K = {K} heads, not H = {H}: W_k and W_v are that much smaller."
+        wide = f"Here D = {D} is not C/H, and H D not C: W_q is C x (H D), W_out (H D) x C."
         compare(f"parameters({case})", got[0], size, {
             size + V * C: "That is vocab_size x d_model too many: the head is the embedding matrix again.",
             size - n * H: "That is n_head a layer too few: a matrix of the gate has a bias.",
@@ -173,8 +174,9 @@ def check_01(my):
             size + n * gate: "With gate=False there is no gate to count.",
             size - n * gate: "The gate has parameters, too.",
             size + n * (D * H - H): "The gate's W_2 is H x H, with H biases; its W_1 alone is H x D.",
+            size + n * C * (4 * C - 2 * D * (H + K)): wide,
+            size + n * (C // H - D) * (2 * C * (H + K) + H): wide,
             size + 2 * n * C * D * (H - K): grouped,
-            size + n * C * (4 * C - 2 * D * (H + K)): "Here H D is not C: W_q is C x (H D), W_out (H D) x C.",
         })
         cache = budget["cache_bytes"]
         compare(f"cache_bytes({case}, {length})", got[1], cache, {
@@ -330,7 +332,7 @@ def check_04(my):
     broken, test = need(my, "BrokenCache"), need(my, "TEST")
     if not (isinstance(broken, type) and issubclass(broken, Cache)):
         raise Wrong("BrokenCache must be a class made from Cache: class BrokenCache(Cache).")
-    if not {"append", "running_sum", "advance", "reset", "__init__"} & set(vars(broken)):
+    if broken is Cache or not {"append", "running_sum", "advance", "reset", "__init__"} & set(vars(broken)):
         raise Wrong("BrokenCache is Cache, unchanged: write one of its methods anew, with a mistake.")
     if not (isinstance(test, str) and test.startswith("tests/") and "::" in test):
         raise Wrong("TEST must name one test of this project: tests/test_model.py::test_something.")
@@ -342,7 +344,7 @@ def check_04(my):
             try:
                 logits = in_chunks(model, ids[:, : sum(sizes)], sizes, broken(48))
             except Exception as error:
-                raise Wrong(f"decoding with BrokenCache stops with {type(error).__name__}: {error}. It must "
+                raise Wrong(f"decoding with BrokenCache stops ({type(error).__name__}: {error}). It must "
                             "go on, and be wrong: an error that all see needs no test.") from None
             gap = (logits - right).abs().max().nan_to_num(math.inf).item()
             largest = max(largest, gap)
@@ -355,8 +357,8 @@ def check_04(my):
     if with_cache:
         raise Wrong(f"{test} fails with the right Cache as well.")
     if not with_broken and largest > 1e-10:
-        raise Wrong(f"decoding goes wrong, by up to {largest:.2g} in the logits, but {test} does not notice: it "
-                    "passes with BrokenCache, too. Which test compares what you broke?")
+        raise Wrong(f"decoding goes wrong, by up to {largest:.2g} in the logits, but {test} does not notice: "
+                    "it passes with BrokenCache, too. Which test compares what you broke?")
     if not with_broken:
         raise Wrong(f"BrokenCache decodes as Cache does, in chunks of any length, and {test} passes with it.")
     if not set(errors) <= {"AssertionError", "Failed"}:
@@ -370,11 +372,8 @@ def run_with_both(test, file):
     """
     program = "import sys; sys.path.insert(0, 'exercises'); import check; check.swap(*sys.argv[1:])"
     file = Path(file).resolve()
-    try:
-        done = subprocess.run([sys.executable, "-c", program, test, file], cwd=ROOT, capture_output=True,
-                              encoding="utf-8", errors="replace", timeout=100)
-    except subprocess.TimeoutExpired:
-        raise Wrong(f"{test} takes too long; choose a shorter one.") from None
+    done = subprocess.run([sys.executable, "-c", program, test, file], cwd=ROOT, capture_output=True,
+                          encoding="utf-8", errors="replace")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -436,7 +435,7 @@ def check_05(my):
             try:
                 y = alone(part, x, model.config)
             except RuntimeError as error:
-                raise Wrong(f"with n_kv_head=2 it stops: {error}. PyTorch must be told that heads share keys "
+                raise Wrong(f"with n_kv_head=2 it stops ({error}). PyTorch must be told that heads share keys "
                             "and values: see enable_gqa in causal_attention.") from None
             q, k, v = part.project(x)
             tables = PARTS["position"]["spiral"](model.config, torch.arange(12, dtype=x.dtype))

@@ -9,3 +9,27 @@ def sample_min_p(logits, temperature, min_p, generator=None):
     probs = (logits / temperature).softmax(dim=-1)
     probs = probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0)
     return torch.multinomial(probs, 1, generator=generator)  # which makes them add up to 1 again
+
+
+def measure(checkpoint):
+    """How many tokens min-p and top-p leave, and how often the true next one is among them."""
+    from train import get_batch, load_checkpoint, load_model, open_data, TrainConfig
+
+    model = load_model(load_checkpoint(checkpoint))
+    (_, val_ids), _, _ = open_data("storybook", model.config)
+    x, y = get_batch(val_ids, 0, TrainConfig(), model.config.context)
+    with torch.no_grad():
+        logits = model(x)[0]
+    for temperature in (1.0, 1.5, 2.0):
+        probs, ids = (logits / temperature).softmax(dim=-1).sort(descending=True)
+        true = ids == y[..., None]
+        for name, kept in (("min_p 0.1", probs >= 0.1 * probs[..., :1]),
+                           ("top_p 0.9", probs.cumsum(dim=-1) - probs < 0.9)):
+            print(f"temperature {temperature}, {name}: {kept.sum(dim=-1).float().mean():5.1f} tokens are left, "
+                  f"the true one in {(kept & true).any(dim=-1).float().mean():.1%}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    measure(sys.argv[1])
