@@ -435,8 +435,8 @@ def check_05(my):
             try:
                 y = alone(part, x, model.config)
             except RuntimeError as error:
-                raise Wrong(f"with n_kv_head=2 it stops ({error}). PyTorch must be told that heads share keys "
-                            "and values: see enable_gqa in causal_attention.") from None
+                raise Wrong(f"with n_kv_head=2 it stops ({error}). PyTorch must be told that heads share "
+                            "keys and values: see enable_gqa in causal_attention.") from None
             q, k, v = part.project(x)
             tables = PARTS["position"]["spiral"](model.config, torch.arange(12, dtype=x.dtype))
             q, k = apply_rotary(q, *tables), apply_rotary(k, *tables)

@@ -40,6 +40,29 @@ def test_the_solution_is_right(number, tmp_path):
     assert say(number, solution(number), tmp_path) == "right"
 
 
+def test_the_checker_speaks_plainly(tmp_path, capsys):
+    """One line for what is right or not yet; a traceback only for an error in the answer itself."""
+    answers = {"right": solution(2), "wrong": UNCHANGED_WINDOW, "error": "1 / 0"}
+    for name, source in answers.items():
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    check.main(["2", str(tmp_path / "right.py")])
+    assert capsys.readouterr() == ("Exercise 2: right.\n", "")
+    for number, name, sentence in (("05", "wrong", "not yet: with W = 5"), ("5", "error", "not yet: your "),
+                                   ("5", "missing", "error: there is no"), ("99", "right", "error: say")):
+        with pytest.raises(SystemExit, match=sentence):
+            check.main([number, str(tmp_path / f"{name}.py")])
+        assert ("ZeroDivisionError" in capsys.readouterr().err) == (name == "error")
+
+
+def test_the_readme_registers_a_part(tmp_path):
+    """The example in the introduction does what the text says."""
+    readme = (SOLUTIONS.parent / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(readme.split("```python")[1].split("```")[0], encoding="utf-8")
+    check.load(tmp_path / "mine.py")
+    mixer = model.LanguageModel(model.ModelConfig(mixer="mine", vocab_size=9, n_layer=1)).blocks[0].mixer
+    assert type(mixer).__name__ == "Mine"
+
+
 def changed(number, *changes):
     """The solution with each `old -> new` carried out: one mistake."""
     source = solution(number)

@@ -20,12 +20,12 @@ def measure(checkpoint):
     x, y = get_batch(val_ids, 0, TrainConfig(), model.config.context)
     with torch.no_grad():
         logits = model(x)[0]
-    for temperature in (1.0, 1.5, 2.0):
-        probs, ids = (logits / temperature).softmax(dim=-1).sort(descending=True)
+    for t in (1.0, 1.5, 2.0):
+        probs, ids = (logits / t).softmax(dim=-1).sort(descending=True)
         true = ids == y[..., None]
         for name, kept in (("min_p 0.1", probs >= 0.1 * probs[..., :1]),
                            ("top_p 0.9", probs.cumsum(dim=-1) - probs < 0.9)):
-            print(f"temperature {temperature}, {name}: {kept.sum(dim=-1).float().mean():5.1f} tokens are left, "
+            print(f"temperature {t}, {name}: {kept.sum(dim=-1).float().mean():5.1f} tokens are left, "
                   f"the true one in {(kept & true).any(dim=-1).float().mean():.1%}")
 
 
