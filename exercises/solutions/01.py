@@ -1,11 +1,12 @@
 """Exercise 1: the budget of a Nano, by hand.
 
-Of Nano's 12,915,888 parameters 63% are the embedding. A text of 1,024 tokens leaves 12,582,912 bytes of keys and
-values, and 768 of running sums; at 4,204 tokens its cache weighs as much as the model:
+Of Nano's 12,915,888 parameters 63% are the embedding. A text of 1,024 tokens leaves 12,582,912 bytes of keys
+and values, and 768 of running sums; at 4,204 tokens its cache weighs as much as the model:
 
     cp exercises/solutions/01.py my_01.py
-    python -c "import model, my_01 as my; c = model.ModelConfig(); n = my.parameters(c); print(n, c.vocab_size *
-        c.d_model / n, my.cache_bytes(c, 1024), my.state_bytes(c), 4 * n / my.cache_bytes(c, 1))"
+    python -c "import model, my_01 as my; c = model.ModelConfig(); n = my.parameters(c); print(n,
+        c.vocab_size * c.d_model / n, my.cache_bytes(c, 1024), my.state_bytes(c),
+        4 * n / my.cache_bytes(c, 1))"
 """
 
 

@@ -1,7 +1,7 @@
 """Exercise 2: standard rotary, and the alpha that gains a turn.
 
-Over Nano's 1,024 tokens the slowest pair turns by 10.4 degrees. The published alpha of 0.05 adds half a degree; a full
-turn more takes an alpha of 34.5:
+Over Nano's 1,024 tokens the slowest pair turns by 10.4 degrees. The published alpha of 0.05 adds half a
+degree; a full turn more takes an alpha of 34.5:
 
     cp exercises/solutions/02.py my_02.py
     python -c "import model, my_02 as my; a = my.alpha_of_a_turn(model.ModelConfig(), 1024); print(a, 360 / a,
