@@ -1,4 +1,16 @@
-"""Exercise 3: min-p sampling."""
+"""Exercise 3: min-p sampling.
+
+Of the 1,024 tokens of a small model (validation loss 0.620), so many are left, and the true next one is among
+them in so many cases (8,192 tokens of the validation split, one seed):
+
+    temperature      1.0             1.5             2.0
+    min_p 0.1      4.1   99.1%     4.5   99.5%     5.4   99.8%
+    top_p 0.9      4.1   98.0%    10.3   99.5%   103.6  100.0%
+
+    python train.py config/tiny.py --max_steps=300 --lr=1e-2 --out=short
+    cp exercises/solutions/03.py my_03.py
+    python my_03.py out/short/ckpt.pt
+"""
 
 import torch
 
@@ -13,7 +25,7 @@ def sample_min_p(logits, temperature, min_p, generator=None):
 
 def measure(checkpoint):
     """How many tokens min-p and top-p leave, and how often the true next one is among them."""
-    from train import get_batch, load_checkpoint, load_model, open_data, TrainConfig
+    from train import TrainConfig, get_batch, load_checkpoint, load_model, open_data
 
     model = load_model(load_checkpoint(checkpoint))
     (_, val_ids), _, _ = open_data("storybook", model.config)
