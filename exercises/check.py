@@ -134,7 +134,9 @@ def slow_attention(q, k, v, first=lambda t: 0):
 
 
 def gap_of(a, b):
-    """The largest difference of two tensors of one shape."""
+    """The largest difference of two tensors, a result and what it should be."""
+    if a.shape != b.shape:
+        raise Wrong(f"a result has the shape {tuple(a.shape)}; it should have {tuple(b.shape)}.")
     return (a - b).abs().max().item()
 
 
@@ -273,8 +275,6 @@ def check_09(my):
         q, k, v = q_k_v(12)
         got, right = small_model(mixer="decayed_hydra").blocks[0].mixer.sum(q, k, v, NoCache()), slow(q, k, v)
         growth = d ** -torch.arange(12.0).double()[:, None, None]
-        if got.shape != right.shape:
-            raise Wrong(f"for q, k, v of shape {tuple(q.shape)}, sum gives {tuple(got.shape)}, not the same.")
         if not (gap := gap_of(got, right)) < 1e-9:
             above, below = slow(q, k, v, d, 1), slow(q, k, v, 1, d)
             slips = [
@@ -435,8 +435,6 @@ def try_merging(model, plain, case):
 
     got, ratio = run(block, x), float(block.merge_ratio)
     share = block.find_pairs(block.norm_1(x), block.merge_threshold).double().mean().item()
-    if got.shape != x.shape:
-        raise Wrong(f"for x of shape {tuple(x.shape)} the block gives {tuple(got.shape)}{case}.")
     if min(given, default=T) == T:
         raise Wrong(f"in training mode the mixer is given all {T} tokens, though {share:.0%} are marked as "
                     f"second of a pair: nothing merges{case}.")
