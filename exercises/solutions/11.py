@@ -1,0 +1,26 @@
+"""Exercise 11: token merging that shows no token a later one."""
+
+import torch
+
+from model import PARTS, NoCache, PreNormBlock, mix_merged
+
+
+class CausalMerging(PreNormBlock):
+    """A pair goes through the mixer as its first token, which `mix_merged` is given twice to average."""
+
+    def forward(self, x, rotary, past, below=()):
+        if not (self.find_pairs and self.training and isinstance(past, NoCache)):
+            return super().forward(x, rotary, past, below)
+        h = self.norm_1(x)
+        second = self.find_pairs(h.detach(), self.merge_threshold)  # (B, T)
+        self.merge_ratio = second.float().mean()
+
+        def first_twice(y):  # (B, T, C): at a second token, the vector before it
+            return torch.where(second[..., None], y.roll(1, dims=1), y)
+
+        below = [first_twice(summary) for summary in below]  # these know their own token, too
+        x = x + mix_merged(self.mixer, second, first_twice(h), rotary, past, below)
+        return x + self.ffn(self.norm_2(x))
+
+
+PARTS["block"]["causal_merging"] = CausalMerging
