@@ -1,4 +1,14 @@
-"""Exercise 7: a gate that also reads the second moment of the query."""
+"""Exercise 7: a gate that also reads the second moment of the query.
+
+No gain to be seen after 200 steps on the storybook: with the seeds 1, 2, 3 the validation losses are 1.865,
+1.845, 1.674, mean 1.795; with the published gate 1.719, 1.715, 1.683, mean 1.706. (Worse twice, better once:
+three seeds are few.)
+
+    cp exercises/solutions/07.py my_07.py
+    python -c "import my_07, train; train.main()" config/tiny.py --mixer=second_moment --max_steps=200
+
+with --seed=1 and so on; the others with --mixer=gated_spiral.
+"""
 
 import torch
 import torch.nn as nn

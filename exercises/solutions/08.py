@@ -1,4 +1,15 @@
-"""Exercise 8: every layer learns its own spiral."""
+"""Exercise 8: every layer learns its own spiral.
+
+After 200 steps on the storybook the alphas of the three layers have moved from 0.05 to 0.030, 0.027, 0.058
+(seed 1); 0.061, 0.050, 0.049 (seed 2); 0.012, 0.054, 0.034 (seed 3): no direction, and no gain to be seen.
+The validation losses are 1.704, 1.752, 1.752, mean 1.736; with a fixed alpha 1.719, 1.715, 1.683, mean 1.706.
+
+    cp exercises/solutions/08.py my_08.py
+    python -c "import my_08, train; train.main()" config/tiny.py --mixer=learned_spiral --max_steps=200
+    python -c "import torch; print(torch.load('out/tiny/ckpt.pt')['model']['blocks.0.mixer.alpha'])"
+
+with --seed=1 and so on; the others with --mixer=gated_spiral.
+"""
 
 from dataclasses import replace
 

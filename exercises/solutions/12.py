@@ -1,4 +1,12 @@
-"""Exercise 12: byte pairs by count times length."""
+"""Exercise 12: byte pairs by count times length.
+
+2.5% more tokens: 387.8 a story, by count 378.4. One merge saves as many tokens as the pair has occurrences,
+however long it is, so a step that does not go by count alone saves less. Of the 140 merges 111 make the same
+tokens. The rest are, by count, bits of many words ("or", "id", "ir"); by the score, words and halves of words
+(" wanted", " upon", " goo"), longer and rarer.
+
+    python exercises/check.py 12 exercises/solutions/12.py
+"""
 
 from collections import Counter
 
