@@ -1,7 +1,7 @@
 """
 How fast is it here? One command, one table, in Markdown.
 
-    python extras/bench.py                         everything, three rounds: about half an hour on two cores
+    python extras/bench.py                         everything, three rounds: three quarters of an hour
     python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
     python extras/bench.py --out bench.md          into a file as well
 
