@@ -93,38 +93,7 @@ class ModelConfig:
     embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
     def __post_init__(self):
-        for name, parts in PARTS.items():  # the table of parts, below
-            if getattr(self, name) not in parts:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choices: {', '.join(parts)}.")
-        positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "winding",
-                    "norm_eps", "embedding_std")
-        for name in positive:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}.")
-        wrong = {
-            f"n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}":
-                self.kv_heads < 1 or self.n_head % self.kv_heads,
-            f"n_head={self.n_head} does not divide d_model={self.d_model}; set d_head":
-                self.d_head == 0 and self.d_model % self.n_head,
-            f"d_head={self.head_width} must be even: positions turn pairs of coordinates":
-                self.head_width < 2 or self.head_width % 2,
-            f"d_narrow={self.d_narrow} with d_ff={self.d_ff} leaves no narrow stream":
-                self.ffn == "dual_stream" and self.narrow_width < 1,
-            f"n_kv_head={self.n_kv_head} is not for mixer='hydra': each head has its own":
-                self.mixer == "hydra" and self.kv_heads != self.n_head,
-            f"n_head={self.n_head} must be even with mixer='hydra': half attend, half sum":
-                self.mixer == "hydra" and self.n_head % 2,
-            f"block='silia' is made of mixer='hydra', not {self.mixer!r}":
-                self.block == "silia" and self.mixer != "hydra",
-            f"token_merging={self.token_merging!r} is not for block='silia'":
-                self.token_merging != "off" and self.block == "silia",
-            f"merge_threshold={self.merge_threshold} is a cosine, between -1 and 1":
-                not -1 <= self.merge_threshold <= 1,
-            f"lookback={self.lookback} must not be negative": self.lookback < 0,
-        }
-        for sentence, is_so in wrong.items():
-            if is_so:
-                raise ValueError(sentence + ".")
+        check(self)  # below, where the table of parts is
 
     @property
     def kv_heads(self):  # K
@@ -139,7 +108,7 @@ class ModelConfig:
         return self.d_narrow or self.d_ff // 4
 
     @property
-    def layers_below(self):  # L: lookback, as far as there are layers; 0 if the mixer does not look below
+    def layers_below(self):  # L: lookback, as far as there are layers; 0 unless the mixer (below) looks_below
         looks = getattr(PARTS["mixer"][self.mixer], "looks_below", False)
         return min(self.lookback, self.n_layer - 1) if looks else 0
 
@@ -165,8 +134,8 @@ def spiral_rotary(config, position):
 
 
 def mirrored_rotary(config, position):
-    """The spiral turned the other way; with alpha = 0, Silia's rotary. To swap the halves of all queries and
-    keys would undo it, so only trained weights can tell the two apart."""
+    """The spiral turned the other way; with alpha = 0, Silia's rotary. That is the same as swapping the two
+    halves of every query and key, so only trained weights can tell which way is meant."""
     cos, sin = spiral_rotary(config, position)
     return cos, -sin
 
@@ -228,11 +197,11 @@ class Cache:
     Rows are written in place into buffers of `capacity` tokens, made when a name is first used; sums are
     carried over. All layers write at the same place, so `length` moves once, by `advance`, at the end of a
     pass; new sums count from then on, too. A pass that fails halfway can therefore be repeated.
-    Made for decoding: no gradient flows through it.
+    Made for decoding: no gradient flows through it. `dtype` is that of the rows, by default what comes.
     """
 
-    def __init__(self, capacity):
-        self.capacity = capacity
+    def __init__(self, capacity, dtype=None):
+        self.capacity, self.dtype = capacity, dtype
         self.reset()
 
     def reset(self):
@@ -245,7 +214,7 @@ class Cache:
         """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
         B, K, T, D = x.shape
         if name not in self.rows:
-            self.rows[name] = x.new_empty(B, K, self.capacity, D)
+            self.rows[name] = x.new_empty(B, K, self.capacity, D, dtype=self.dtype)
         end = self.length + T
         self.rows[name][:, :, self.length : end] = x.detach()
         return self.rows[name][:, :, :end]
@@ -253,12 +222,12 @@ class Cache:
     def running_sum(self, name, x):
         """x (B, T, ...) -> prefix sums that go on from the tokens before, same shape, float32 or wider."""
         total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
-        self.new_sums[name] = total[:, -1:].detach().clone()
+        self.new_sums[name] = torch.stack([total[:, -1].detach()], dim=1)  # a copy, whatever the layout of x
         return total
 
     def advance(self, idx):
         """All layers have seen the tokens idx (B, T): count them."""
-        self.tokens = idx if self.tokens is None else torch.cat([self.tokens, idx], dim=1)
+        self.tokens = torch.cat([idx] if self.tokens is None else [self.tokens, idx], dim=1)
         self.length += idx.size(1)
         self.sums.update(self.new_sums)
 
@@ -282,9 +251,13 @@ def causal_attention(q, k, v):
     `is_causal` would put it at the upper left. One token sees all.
     """
     T, S = q.size(2), k.size(2)
-    mask = causal_lower_right(T, S) if 1 < T < S else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S,
-                                          enable_gqa=q.size(1) != k.size(1))
+    options = dict(attn_mask=(causal_lower_right(T, S) if 1 < T < S else None), is_causal=(1 < T == S),
+                   enable_gqa=(q.size(1) != k.size(1)))
+    if not q.is_cpu:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.autocast("cpu", enabled=False):  # a CPU's fused kernel is faster in float32 than in bfloat16
+        heads = F.scaled_dot_product_attention(*map(at_least_float32, (q, k, v)), **options)
+    return heads.type_as(q)
 
 
 def split_heads(x, d_head):
@@ -466,7 +439,7 @@ class HydraAttention(nn.Module):
 
     def forward(self, x, rotary, past, below=()):
         h = unit_rms(x)
-        # (B, T, 3*H*D) -> even and odd heads, (B, T, H/2, 3, D) each
+        # (B, T, 3*H*D) -> (B, T, H/2, 2, 3, D): pairs of heads; even, odd (B, T, H/2, 3, D): their q, k, v
         even, odd = self.qkv(self.latent(h)).unflatten(-1, (-1, 2, 3, self.d_head)).unbind(3)
         gate = self.gate(h).sigmoid().unflatten(-1, (-1, self.d_head))  # (B, T, H/2, D), as are q, k, v below
         heads = [self.attend(*even.unbind(3), gate, rotary, past), self.sum(*odd.unbind(3), past)]
@@ -577,7 +550,9 @@ def mix_merged(mixer, second, x, rotary, past, below):
 
     Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference. A pair sees the
     layers below as its last token does. Sequences that merge more are padded at the end, with zeros that no
-    token sees (attention is causal) and that are not copied back.
+    token sees (attention is causal) and that are not copied back. With B = 1, for example,
+
+        second = [0 1 0 0 1]  ->  group = [0 0 1 2 2], M = 3, share = [½ ½ 1 ½ ½], last = [1 2 4]
     """
     B, T, C = x.shape
     group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair, or of itself if alone
@@ -656,6 +631,42 @@ PARTS = {
     "token_merging": {"off": None, "paper": greedy_pairs},
     "init": {"truncated_normal": truncated_normal, "normal": nn.init.normal_, "pytorch": None},
 }
+
+
+def check(config):
+    """ValueError, in a sentence, if the fields of a ModelConfig do not go together."""
+    for name, parts in PARTS.items():
+        if getattr(config, name) not in parts:
+            raise ValueError(f"{name}={getattr(config, name)!r} is unknown; choices: {', '.join(parts)}.")
+    positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "winding",
+                "norm_eps", "embedding_std")
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be above 0, not {getattr(config, name)}.")
+    wrong = {
+        f"n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}":
+            config.kv_heads < 1 or config.n_head % config.kv_heads,
+        f"n_head={config.n_head} does not divide d_model={config.d_model}; set d_head":
+            config.d_head == 0 and config.d_model % config.n_head,
+        f"d_head={config.head_width} must be even: positions turn pairs of coordinates":
+            config.head_width < 2 or config.head_width % 2,
+        f"d_narrow={config.d_narrow} with d_ff={config.d_ff} leaves no narrow stream":
+            config.ffn == "dual_stream" and config.narrow_width < 1,
+        f"n_kv_head={config.n_kv_head} is not for mixer='hydra': each head has its own":
+            config.mixer == "hydra" and config.kv_heads != config.n_head,
+        f"n_head={config.n_head} must be even with mixer='hydra': half attend, half sum":
+            config.mixer == "hydra" and config.n_head % 2,
+        f"block='silia' is made of mixer='hydra', not {config.mixer!r}":
+            config.block == "silia" and config.mixer != "hydra",
+        f"token_merging={config.token_merging!r} is not for block='silia'":
+            config.token_merging != "off" and config.block == "silia",
+        f"merge_threshold={config.merge_threshold} is a cosine, between -1 and 1":
+            not -1 <= config.merge_threshold <= 1,
+        f"lookback={config.lookback} must not be negative": config.lookback < 0,
+    }
+    for sentence, is_so in wrong.items():
+        if is_so:
+            raise ValueError(sentence + ".")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -745,9 +756,12 @@ class LanguageModel(nn.Module):
         x = self.norm(x[:, -1:] if last_only else x)
         past.advance(idx)
         if targets is not None and self.chunked_loss:
-            options = nn.LinearCrossEntropyOptions()
-            return None, F.linear_cross_entropy(x.flatten(0, 1), self.embedding.weight, targets.flatten(),
-                                                options=options)
+            device, weight = x.device.type, self.embedding.weight
+            if torch.is_autocast_enabled(device):  # it has no rule of its own for this function
+                x, weight = (y.to(torch.get_autocast_dtype(device)) for y in (x, weight))
+            options = nn.LinearCrossEntropyOptions(acc_policy="accurate", chunking_method=None,
+                                                   batch_chunk_size=1024)  # tokens at a time; by default 16
+            return None, F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
         logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
         if targets is None:
             return logits, None

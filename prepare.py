@@ -162,11 +162,13 @@ def encode_batch(batch, json_text):
     """Pieces -> (ids as the bytes of a .bin file, documents, bytes of text)."""
     tokenizer, ids = parse(json_text), []
     for text, ends in batch:
-        ids += tokenizer.encode(text) + [tokenizer.end_of_text] * ends
-    most = max(ids, default=0)
+        ids += tokenizer.encode(text)
+        ids += [tokenizer.end_of_text] * ends
+    ids = np.array(ids, dtype=np.int64)
+    most = ids.max(initial=0)
     need(most <= 0xFFFF, f"The token id {most} does not fit into 16 bits.")
     size = sum(len(text.encode()) for text, _ in batch)
-    return np.array(ids, dtype="<u2").tobytes(), sum(ends for _, ends in batch), size
+    return ids.astype("<u2").tobytes(), sum(ends for _, ends in batch), size
 
 
 def begin_worker():

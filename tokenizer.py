@@ -193,7 +193,10 @@ class Tokenizer:
         if allow_special:  # split into ordinary text and specials, in turn; NFC sees them one by one
             parts = enumerate(self._special.split(text))
             return [id for i, part in parts for id in ([self.specials[part]] if i % 2 else self.encode(part))]
-        return [id for part in _segments(text, self.nfc) for id in self._encode(part)]
+        ids = []
+        for part in _segments(text, self.nfc):
+            ids += self._encode(part)
+        return ids
 
     def token_bytes(self, id):
         """The bytes of a token; of a special one, its name."""

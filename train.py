@@ -52,7 +52,7 @@ class TrainConfig:
     dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
     compile: str = "auto"  # torch.compile: auto (on CUDA, without token merging), on, off
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
-    chunked_loss: bool = False  # the loss without all logits at once: much less memory, a little more time
+    chunked_loss: bool = False  # the loss without all logits at once: much less memory; often faster on a CPU
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     grad_accum: int = 1  # read the batch in this many parts: less memory, the same step

@@ -32,10 +32,18 @@ def rows():
             for compiled in (False, True):
                 label = f"{name}, {dtype}" + (", compiled" if compiled else "")
                 yield "train", label, train, dict(name=name, dtype=dtype, compiled=compiled)
-    for name, dtype, batch in (("nano", "float32", 1), ("nano", "bfloat16", 1), ("nano", "float32", 16),
-                               ("nano", "bfloat16", 16), ("baseline", "float32", 1), ("helix", "float32", 1),
-                               ("silia", "float32", 1)):
-        yield "decode", f"{name}, {dtype}, batch {batch}", decode, dict(name=name, dtype=dtype, batch=batch)
+    for compiled in (False, True):
+        label = "nano, bfloat16, chunked loss" + (", compiled" if compiled else "")
+        yield "train", label, train, dict(name="nano", dtype="bfloat16", compiled=compiled, chunked=True)
+    for name in ("nano", "baseline", "helix", "silia"):
+        for dtype in ("float32", "bfloat16"):
+            for compiled in (False, True):
+                label = f"{name}, {dtype}, batch 1" + (", compiled" if compiled else "")
+                yield "decode", label, decode, dict(name=name, dtype=dtype, batch=1, compiled=compiled)
+    for dtype in ("float32", "bfloat16"):
+        yield "decode", f"nano, {dtype}, batch 16", decode, dict(name="nano", dtype=dtype, batch=16)
+        yield "decode", f"nano, {dtype}, batch 1, the last 128 of 1,024", decode, dict(
+            name="nano", dtype=dtype, batch=1, before=880)
     for dtype in ("float32", "bfloat16"):
         yield "prefill", f"nano, {dtype}, 512 tokens", prefill, dict(name="nano", dtype=dtype)
     if importlib.util.find_spec("wiola13m"):
@@ -43,11 +51,12 @@ def rows():
         yield "train", "published Nano (wiola13m), float32", train, theirs
         yield "decode", "published Nano, float32, batch 1", decode, theirs | {"batch": 1}
         yield "prefill", "published Nano, float32, 512 tokens", prefill, theirs
-    for what in ("count", "merges", "encode", "tiktoken"):
+    for what in ("count chunks", "learn merges", "train", "encode", "tiktoken: encode",
+                 "tiktoken: encode a batch"):
         yield "prepare", what, prepare, dict(what=what)
-    for package in ("tokenizers", "rustbpe"):
-        if importlib.util.find_spec(package):
-            yield "prepare", package, prepare, dict(what=package)
+    for what in ("rustbpe: train", "tokenizers: train", "tokenizers: encode a batch"):
+        if importlib.util.find_spec(what.split(":")[0]):
+            yield "prepare", what, prepare, dict(what=what)
     for what in ("vectorised", "loop"):
         yield "merge", what, merge, dict(what=what)
     for chunked in (False, True):
@@ -109,26 +118,33 @@ def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
     return B * T / statistics.median(seconds[-steps:]), "tokens/s"
 
 
-def decode(name, dtype, batch, n=128):
-    """n greedy tokens after 16: tokens per second, all sequences together."""
+def decode(name, dtype, batch, compiled=False, before=0, n=128):
+    """Reading 16 tokens and writing n greedy ones, as sample.py does; `before` more do not count:
+    tokens per second, all sequences together."""
     import torch
 
-    from sample import head_by_columns
+    from model import Cache
+    from sample import compile_decoding, head_by_columns
 
-    model = build(name, 1024).to(getattr(torch, dtype)).eval()
-    ids = torch.randint(0, model.config.vocab_size, (batch, 16))
+    model, cache = build(name, 1024).to(getattr(torch, dtype)).eval(), Cache(1025, torch.float32)
+    ids = torch.randint(0, model.config.vocab_size, (batch, before + 16))
 
     def write(n):
         if name == "published":
             model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
         else:
-            for _ in model.generate(ids, n, temperature=0):
+            for _ in model.generate(ids[:, before:], n, temperature=0, cache=cache):
                 pass
 
-    if name != "published" and dtype == "float32":
+    if compiled:
+        compile_decoding(model, cache)
+    elif name != "published" and dtype == "float32":
         head_by_columns(model)
     with torch.no_grad():
         write(8)
+        cache.reset()
+        if before:
+            model(ids[:, :before], cache=cache, last_only=True)
         began = time.perf_counter()
         write(n)
     return batch * n / (time.perf_counter() - began), "tokens/s"
@@ -157,27 +173,40 @@ def prepare(what):
     """On the text of 8,000 little stories, one process: millions of bytes per second."""
     import tiktoken
 
+    import prepare as ours
     import storybook
-    import tokenizer as tokenizers
+    import tokenizer as bpe
 
     documents = [text for text, _ in storybook.stories(8000, 1)]
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
-    counts = tokenizers.count_chunks(documents)
-    ours = tokenizers.train_bpe(counts, 1024)
-    ranks = {ours.token_bytes(id): id for id in ours.vocab.values()}
-    alone = tiktoken.Encoding("bpe", pat_str=ours.pattern, mergeable_ranks=ranks, special_tokens={})
+    counts = bpe.count_chunks(documents)
+    trained = bpe.train_bpe(counts, 1024)
+    ranks = {trained.token_bytes(id): id for id in trained.vocab.values()}
+    alone = tiktoken.Encoding("", pat_str=trained.pattern, mergeable_ranks=ranks, special_tokens={})
+    batch = [(text, True) for text in documents]
+    ours.parse(trained.to_json())  # once a process
     run = {
-        "count": lambda: tokenizers.count_chunks(documents),
-        "merges": lambda: tokenizers.train_bpe(counts, 1024),
-        "encode": lambda: [ours.encode(text) for text in documents],
-        "tiktoken": lambda: [alone.encode_ordinary(text) for text in documents],
+        "count chunks": lambda: bpe.count_chunks(documents),
+        "learn merges": lambda: bpe.train_bpe(counts, 1024),
+        "train": lambda: bpe.train_bpe(bpe.count_chunks(documents), 1024),
+        "encode": lambda: ours.encode_batch(batch, trained.to_json()),
+        "tiktoken: encode": lambda: [alone.encode_ordinary(text) for text in documents],
+        "tiktoken: encode a batch": lambda: alone.encode_ordinary_batch(documents, os.cpu_count()),
     }
-    if what == "tokenizers":
-        import tokenizers as hugging_face
+    if what.startswith("tokenizers"):
+        import tokenizers
+        from tokenizers import Regex, models, pre_tokenizers, trainers
 
-        other = hugging_face.Tokenizer.from_str(ours.to_json())
-        run[what] = lambda: [other.encode(text, add_special_tokens=False).ids for text in documents]
-    if what == "rustbpe":
+        pieces = pre_tokenizers.Split(Regex(trained.pattern), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+        other = tokenizers.Tokenizer(models.BPE())
+        other.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
+        trainer = trainers.BpeTrainer(vocab_size=1020, show_progress=False,
+                                      initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        run["tokenizers: train"] = lambda: other.train_from_iterator(documents, trainer)
+        read = tokenizers.Tokenizer.from_str(trained.to_json()).encode_batch_fast
+        run["tokenizers: encode a batch"] = lambda: read(documents, add_special_tokens=False)
+    if what.startswith("rustbpe"):
         import rustbpe
 
         run[what] = lambda: rustbpe.Tokenizer().train_from_iterator(iter(documents), 1020)

@@ -112,8 +112,10 @@ def test_learned_spiral(source, sentence, tmp_path):
     (changed(9, "1e-6 * growth -> 1e-6"), "So little is the epsilon"),
     (changed(9, "past.length, past.length + q.size(1) -> q.size(1)"), "is number past.length, not 0"),
     (changed(9, "self.decay**-position -> 0.9**-position"), "Does it read self.decay?"),
-    (changed(9, "> 80 -> > 1e9"), "at a context of 8192 (decay = 0.9), results are not finite"),
+    (changed(9, "> 80 -> > 1e9"), "at a context of 256 with decay = 0.5, results are not finite"),
+    (changed(9, "math.sqrt(self.d_head) - config -> - config", "> 80 -> > 88"), "decay = 0.9, results are not"),
     (changed(9, "> 80 -> > 8"), "refuses a context of 256"),
+    (changed(9, "if math -> if config.context > 256 or math"), "refuses a context of 8192 with decay = 1.0"),
 ])
 def test_decayed_sum(source, sentence, tmp_path):
     refuses(9, source, sentence, tmp_path)

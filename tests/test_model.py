@@ -365,6 +365,16 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     assert torch.allclose(*grads, atol=1e-12) and grads[0].norm() > 0.1
 
 
+def test_rows_may_be_kept_in_float32():
+    """That a bfloat16 model's memory is float32 saves a CPU conversions and changes nothing."""
+    model, x, results = make().bfloat16(), ids(1, 20), []
+    for dtype in (None, torch.float32):
+        cache = Cache(48, dtype)
+        results.append(torch.cat([model(chunk, cache=cache)[0] for chunk in x.split(3, dim=1)], dim=1))
+        assert {rows.dtype for rows in cache.rows.values()} == {dtype or torch.bfloat16}
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_chunked_loss_is_the_loss_and_holds_no_logits(dtype):
     """Equal loss and gradients; and no tensor as large as the logits, which the plain loss has."""

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import sample
+import test_model
 import tokenizer as tokenizers
 import train
-from model import LanguageModel, ModelConfig
+from model import Cache, LanguageModel, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -186,6 +188,35 @@ def test_a_reader_that_closes_the_pipe_is_no_error(here):
     process.stdout.read(5)
     process.stdout.close()
     assert b"Error" not in process.stderr.read() and process.wait(60) != 1
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_compiled_decoding_gives_the_same_logits(caplog):
+    """In float64 to 1e-10, rows and running sums, token by token, and over a refill of the context."""
+    import torch._inductor.config as inductor
+
+    caplog.set_level("ERROR", "torch.__trace")  # pytest would have the compiler write all its graphs down
+    model = test_model.make(**test_model.HELIX | {"n_layer": 2}).eval()
+    idx, results = test_model.ids(1, 40), []
+    chunks = [idx[:, :5], *(torch.tensor([[id]]) for id in idx[0, 5:].tolist())]
+    for _ in range(2):
+        cache = Cache(49)
+        with torch.no_grad():
+            logits = [model(chunk, cache=cache, last_only=True)[0] for chunk in chunks]
+        told = [int(id) for id in model.generate(idx, 30, temperature=0, cache=Cache(49))]
+        results.append((torch.cat(logits, dim=1), told))
+        with inductor.patch(freezing=False):  # compile_decoding sets it; here it is set back
+            sample.compile_decoding(model, cache)
+        assert cache.length == 0 and cache.tokens is None
+    (plain, told), (compiled, retold) = results
+    assert (plain - compiled).abs().max() < 1e-10 and told == retold
+    assert not (plain == compiled).all()  # it has been compiled: not the very same roundings
+
+
+def test_a_failing_compiler_is_one_sentence(here, run, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: lambda *args, **options: 1 / 0)
+    code, out, err = run("--compile", "--prompt", "The frog")
+    assert "--compile failed: division by zero" in str(code) and not out
 
 
 def test_help_and_misspelt_options_need_no_torch(here):

@@ -1,0 +1,281 @@
+"""Exercises 1 to 6: each can be solved; unchanged code and typical mistakes are told apart, in words."""
+
+from pathlib import Path
+
+import pytest
+
+import model
+from exercises import check
+
+SOLUTIONS = Path(check.__file__).parent / "solutions"
+
+
+@pytest.fixture(autouse=True)
+def same_parts_afterwards():
+    """Answers put their parts into the table; other tests are to find it as it was."""
+    before = {slot: dict(parts) for slot, parts in model.PARTS.items()}
+    yield
+    for slot, parts in before.items():
+        model.PARTS[slot].clear()
+        model.PARTS[slot].update(parts)
+
+
+def solution(number):
+    return (SOLUTIONS / f"{number:02}.py").read_text(encoding="utf-8")
+
+
+def say(number, source, tmp_path):
+    """What the checker says to this answer."""
+    file = tmp_path / "my.py"
+    file.write_text(source, encoding="utf-8")
+    try:
+        getattr(check, f"check_{number:02}")(check.load(file))
+    except check.Wrong as wrong:
+        return str(wrong)
+    return "right"
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+def test_the_solution_is_right(number, tmp_path):
+    assert say(number, solution(number), tmp_path) == "right"
+
+
+def test_the_checker_speaks_plainly(tmp_path, capsys):
+    """One line for what is right or not yet; a traceback only for an error in the answer itself."""
+    answers = {"right": solution(2), "wrong": UNCHANGED_WINDOW, "error": "1 / 0"}
+    for name, source in answers.items():
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    check.main(["2", str(tmp_path / "right.py")])
+    assert capsys.readouterr() == ("Exercise 2: right.\n", "")
+    for number, name, sentence in (("05", "wrong", "not yet: with W = 5"), ("5", "error", "not yet: your "),
+                                   ("5", "missing", "error: there is no"), ("99", "right", "error: say")):
+        with pytest.raises(SystemExit, match=sentence):
+            check.main([number, str(tmp_path / f"{name}.py")])
+        assert ("ZeroDivisionError" in capsys.readouterr().err) == (name == "error")
+
+
+def test_the_readme_registers_a_part(tmp_path):
+    """The example in the introduction does what the text says."""
+    readme = (SOLUTIONS.parent / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.py").write_text(readme.split("```python")[1].split("```")[0], encoding="utf-8")
+    check.load(tmp_path / "mine.py")
+    mixer = model.LanguageModel(model.ModelConfig(mixer="mine", vocab_size=9, n_layer=1)).blocks[0].mixer
+    assert type(mixer).__name__ == "Mine"
+
+
+def changed(number, *changes):
+    """The solution with each `old -> new` carried out: one mistake."""
+    source = solution(number)
+    for change in changes:
+        old, new = change.split(" -> ")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
+
+
+BUDGET = """
+import torch
+from model import LanguageModel
+
+def budget(config, length):
+    with torch.device("meta"):
+        return LanguageModel(config).budget(length)
+
+def parameters(config): return sum(budget(config, 1)["parameters"].values())
+def cache_bytes(config, length): return budget(config, length)["cache_bytes"]
+def state_bytes(config): return budget(config, 1)["state_bytes"]
+"""
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (BUDGET, "build a model"),
+    ("def parameters(config): return 1", "no cache_bytes"),
+    (changed(1, "config.vocab_size * C -> 2 * config.vocab_size * C"), "head is the embedding matrix again"),
+    (changed(1, "H * H + H if -> H * H if"), "a matrix of the gate has a bias"),
+    (changed(1, "block + C  # -> block  #"), "after the last block"),
+    (changed(1, "+ 2 * C  # two -> + C  # two"), "a block has two norms"),
+    (changed(1, "(H + 2 * K) * D -> 3 * H * D"), "W_k and W_v are that much smaller"),
+    (changed(1, "config.head_width\n -> config.d_model // config.n_head\n"), "H D not C"),
+    (changed(1, "D * H + H * H + H if config.gate else 0 -> D * H + H * H + H"), "no gate to count"),
+    (changed(1, "2 * config.kv_heads -> config.kv_heads"), "keys and values are both kept"),
+    (changed(1, "* length * config.head_width * 4 -> * length * config.head_width"), "has 4 bytes"),
+    (changed(1, "2 * config.kv_heads -> 2 * config.n_head"), "keeps the K = 2 heads"),
+    (changed(1, "config.n_layer * config.head_width * 4 if -> config.n_layer * config.d_model * 4 if"),
+     "D numbers, not H D"),
+    (changed(1, "* 4 if config.gate else 0 -> * 4"), "no running sum"),
+])
+def test_exercise_1(source, sentence, tmp_path):
+    assert sentence in say(1, source, tmp_path)
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (changed(2, "half = config.head_width // 2\n    i -> from model import spiral_rotary\n"
+             "    return spiral_rotary(config, position)\n    i"), "still the spiral"),
+    (changed(2, "angle = position -> config.alpha = 0.0\n    angle = position"), "changes the config"),
+    (changed(2, "return angle.cos(), angle.sin() -> "
+             "return [y.repeat_interleave(2, dim=-1) for y in (angle.cos(), angle.sin())]"),
+     "a column for each pair"),
+    (changed(2, "config.rope_base ** (-i / half) -> 10000 ** (-i / half)"), "config.rope_base"),
+    (changed(2, "(-i / half) -> (-i / config.head_width)"), "the exponent is -2i/D"),
+    (changed(2, "angle.cos(), angle.sin() -> angle.rad2deg().cos(), angle.rad2deg().sin()"), "radians"),
+    (changed(2, "angle.cos(), angle.sin() -> angle.sin(), angle.cos()"), "changed places"),
+    (changed(2, "dtype=position.dtype, -> ", "position[:, None] -> position.float()[:, None]"), "rounded"),
+    (changed(2, "2 * math.pi / ( -> 360 / ("), "not degrees"),
+    (changed(2, "2 * math.pi / (distance * slowest) -> 2 * math.pi / distance * half**0.5"), "fastest pair"),
+    (changed(2, "(-(half - 1) / half) -> -1"), "none with i = D/2"),
+    (changed(2, "* slowest) -> * slowest) - 1"), "a full turn in all"),
+])
+def test_exercise_2(source, sentence, tmp_path):
+    assert sentence in say(2, source, tmp_path)
+
+
+def test_exercise_2_may_be_solved_with_the_spiral(tmp_path):
+    source = changed(2, "half = config.head_width // 2\n    i -> from dataclasses import replace\n"
+                     "    from model import spiral_rotary\n"
+                     "    return spiral_rotary(replace(config, alpha=0.0), position)\n    i")
+    assert say(2, source, tmp_path) == "right"
+
+
+UNCHANGED_SAMPLING = """
+from model import sample_token
+
+def sample_min_p(logits, temperature, min_p, generator=None):
+    return sample_token(logits, temperature, generator=generator)
+"""
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (UNCHANGED_SAMPLING, "nothing is dropped"),
+    (changed(3, "min_p * probs.amax(dim=-1, keepdim=True) -> min_p"), "not min_p"),
+    (changed(3, "(logits / temperature).softmax(dim=-1) -> logits.softmax(dim=-1)",
+             "return torch.multinomial(probs -> return torch.multinomial(probs ** (1 / temperature)"),
+     "before the temperature"),
+    (changed(3, "torch.multinomial(probs, -> torch.multinomial(probs.sort(descending=True).values,"),
+     "places in the sorted order"),
+    (changed(3, "keepdim=True), 0) -> keepdim=True), -1e9).softmax(dim=-1)"), "wrong proportions"),
+    (changed(3, "probs.amax(dim=-1, keepdim=True) -> probs.max()"), "rows of a batch"),
+    (changed(3, "generator=generator)  # -> generator=None)  #"), "from the generator"),
+    (changed(3, "(logits / temperature) -> logits.div_(temperature)"), "make a copy"),
+    (changed(3, "torch.multinomial(probs, 1, generator=generator) -> "
+             "torch.multinomial(probs, 1, generator=generator)[:, 0]"), "must return ids (20000, 1)"),
+])
+def test_exercise_3(source, sentence, tmp_path):
+    assert sentence in say(3, source, tmp_path)
+
+
+BROKEN = "from model import Cache\nTEST = 'tests/test_model.py::test_chunks_in_float32'\n"
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (BROKEN + "BrokenCache = Cache", "unchanged"),
+    (BROKEN + "class BrokenCache(Cache):\n    '''Nothing new.'''", "unchanged"),
+    (BROKEN + "class BrokenCache(Cache):\n    def advance(self, idx):\n        self.length += idx.shape[5]",
+     "stops (IndexError"),
+    (BROKEN + "class BrokenCache(Cache):\n    def append(self, name, x):\n        return -x",
+     "the first chunk (12 tokens, nano) is wrong already"),
+    (changed(4, "tests/test_model.py:: -> tests/test_model.py, "), "must name one test"),
+    (changed(4, "chunks_in_float32 -> generate_is_a_stream_and_equals_full_passes"), "does not notice"),
+])
+def test_exercise_4(source, sentence, tmp_path):
+    assert sentence in say(4, source, tmp_path)
+
+
+UNCHANGED_WINDOW = """
+from model import PARTS, Attention
+
+class SlidingWindow(Attention):
+    W = 32
+
+PARTS["mixer"]["window"] = SlidingWindow
+"""
+OF_THE_CHUNK = "s = torch.arange(S, device=q.device)\n        t = s[S - T :, None] -> " \
+    "s = torch.arange(S, device=q.device)\n        t = s[:T, None]"
+LAST_ROWS = """
+import torch
+from model import PARTS, Attention, causal_attention
+
+class SlidingWindow(Attention):
+    W = 32
+
+    def attend(self, q, k, v, past):
+        k = past.append(self.name + ".key", k)
+        v = past.append(self.name + ".value", v)
+        if past.length == 0:  # one pass: as a loop
+            seen = lambda t: slice(max(0, t - self.W + 1), t + 1)
+            return torch.cat([causal_attention(q[:, :, t : t + 1], k[:, :, seen(t)], v[:, :, seen(t)])
+                              for t in range(q.size(2))], dim=2)
+        return causal_attention(q, k[:, :, -max(self.W, q.size(2)):], v[:, :, -max(self.W, q.size(2)):])
+
+PARTS["mixer"]["window"] = SlidingWindow
+"""
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (UNCHANGED_WINDOW, "Nothing is cut off"),
+    (changed(5, 'PARTS["mixer"]["window"] = SlidingWindow -> '), "not in the table of parts"),
+    (changed(5, "    W = 32\n -> "), "needs a class attribute W"),
+    (changed(5, "t - self.W -> t - 32"), "with W = 5, token 30 sees the tokens 0 to 30"),
+    (changed(5, "s > t -> s >= t"), "one too many"),
+    (changed(5, "t - self.W) -> t - self.W + 1)"), "one too few"),
+    (changed(5, "(s <= t) & (s > t - self.W) -> (s - t).abs() < self.W"), "must not see later ones"),
+    (changed(5, OF_THE_CHUNK), "query 0 is token S - T"),
+    (changed(5, 'past.append(self.name + ".value", v) -> v'), "with a cache, it stops"),
+    (LAST_ROWS, "chunks of 1, 7 and 32 tokens"),
+    (changed(5, ", enable_gqa=q.size(1) != k.size(1) -> "), "enable_gqa"),
+    (changed(5, "attn_mask=mask -> attn_mask=mask, scale=1.0"), "divided by sqrt(D)"),
+])
+def test_exercise_5(source, sentence, tmp_path):
+    assert sentence in say(5, source, tmp_path)
+
+
+UNCHANGED_GATE = """
+from model import PARTS, GatedSpiralAttention
+
+class GatedQKNorm(GatedSpiralAttention):
+    pass
+
+PARTS["mixer"]["gated_qk_norm"] = GatedQKNorm
+"""
+AFTER_THE_GATE = """
+from model import PARTS, GatedSpiralAttention, unit_rms
+
+class GatedQKNorm(GatedSpiralAttention):
+    def attend(self, q, k, v, past):
+        return super().attend(unit_rms(q), unit_rms(k), v, past)
+
+PARTS["mixer"]["gated_qk_norm"] = GatedQKNorm
+"""
+RAW_GATE = """
+from model import PARTS, GatedSpiralAttention, apply_rotary, join_heads, running_mean, unit_rms
+
+class GatedQKNorm(GatedSpiralAttention):
+    def forward(self, x, rotary, past, below=()):
+        raw, k, v = self.project(x)
+        q, k = apply_rotary(unit_rms(raw), *rotary), apply_rotary(unit_rms(k), *rotary)
+        if self.gate is not None:
+            c = running_mean(past, self.name + ".query", raw.mean(dim=1))
+            q = q * self.gate(c.type_as(x)).transpose(1, 2)[..., None]
+        return self.out(join_heads(self.attend(q, k, v, past)))
+
+PARTS["mixer"]["gated_qk_norm"] = GatedQKNorm
+"""
+AFTER_ROTATION = RAW_GATE.replace("raw.mean", "unit_rms(raw).mean").replace(
+    "q, k = apply_rotary(unit_rms(raw), *rotary), apply_rotary(unit_rms(k), *rotary)",
+    "q, k = unit_rms(apply_rotary(raw, *rotary)), unit_rms(apply_rotary(k, *rotary))")
+
+
+@pytest.mark.parametrize("source, sentence", [
+    (UNCHANGED_GATE, "queries have no norm"),
+    (changed(6, "unit_rms(k), v -> k, v"), "keys have no norm"),
+    (changed(6, "unit_rms(k), v -> unit_rms(k), unit_rms(v)"), "values keep their length"),
+    (AFTER_THE_GATE, "divides it away"),
+    (RAW_GATE, "the gate reads the raw queries"),
+    (AFTER_ROTATION, "before the rotation"),
+    (changed(6, "unit_rms(q), unit_rms(k), v -> *(y / y.norm(dim=-1, keepdim=True) for y in (q, k)), v"),
+     "they have length 1"),
+    (changed(6, "unit_rms(q), unit_rms(k), v -> "
+             "*(y / y.square().mean(dim=(1, 3), keepdim=True).sqrt() for y in (q, k)), v"),
+     "each head should be by itself"),
+])
+def test_exercise_6(source, sentence, tmp_path):
+    assert sentence in say(6, source, tmp_path)
