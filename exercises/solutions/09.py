@@ -1,8 +1,8 @@
 """Exercise 9: the heads that sum forget.
 
 It matters. After 200 steps on the storybook, with the seeds 1, 2, 3, the validation losses are 1.279, 1.410,
-1.391, mean 1.360; without decay 1.894, 1.933, 2.037, mean 1.955. Our guess: which words came last helps to tell
-the next one, at once; a mean over the whole story so far hardly changes any more. What 1,200 steps would make
+1.391, mean 1.360; without decay 1.894, 1.933, 2.037, mean 1.955. Our guess: which words came last helps to
+tell the next one, at once; a mean over the whole story hardly changes any more. What 1,200 steps would make
 of the difference we have not measured.
 
     cp exercises/solutions/09.py my_09.py
