@@ -154,8 +154,9 @@ def check_01(my):
     def refuse(*args, **kwargs):
         raise Wrong("your functions build a model or a part of one; they are to calculate with the config.")
 
-    for changes in ({}, {"vocab_size": 500, "n_layer": 5, "d_model": 48, "n_head": 6, "d_ff": 90},
-                    {"n_kv_head": 2}, {"d_head": 20}, {"d_head": 40, "n_kv_head": 4}, {"gate": False}):
+    small = {"vocab_size": 500, "n_layer": 2, "d_model": 48, "n_head": 6, "d_ff": 90}
+    for changes in ({}, small, {"n_layer": 2, "n_kv_head": 2}, {"n_layer": 2, "d_head": 20},
+                    {"n_layer": 2, "d_head": 40, "n_kv_head": 4}, {"n_layer": 2, "gate": False}):
         config, length = ModelConfig(**changes), 100
         with torch.device("meta"):
             budget = LanguageModel(config).budget(length)
