@@ -1,4 +1,15 @@
-"""Exercise 6: QK-norm under the gate."""
+"""Exercise 6: QK-norm under the gate.
+
+At the usual rate it costs: scores that cannot leave ±4 make no sharp softmax. At five times the rate the two
+are nearly level. Validation loss after 300 steps, one seed:
+
+    lr                          2e-3      1e-2
+    --mixer=gated_spiral       0.890     0.620
+    --mixer=gated_qk_norm      1.206     0.671
+
+    cp exercises/solutions/06.py my_06.py
+    python -c "import my_06, train; train.main()" config/tiny.py --mixer=gated_qk_norm --max_steps=300 --lr=1e-2
+"""
 
 from model import PARTS, GatedSpiralAttention, unit_rms
 

@@ -1,4 +1,20 @@
-"""Exercise 10: the mean-pooled summary, which shows every token the future."""
+"""Exercise 10: the mean-pooled summary, which shows every token the future.
+
+After 200 steps the loss is 1.819, 0.26 below the floor; decoded, it is 2.473, and logits are off by up to 5.3
+(the checker prints it). After 1,500 steps it is 1.47 below: 0.3 to 0.45 nats for each of the first seven
+tokens, and 2.20 for the eighth, which is in no mean; logits are off by up to 19.7.
+
+    cp exercises/solutions/10.py my_10.py
+    python -c "import torch, my_10 as my; m = my.train(1500); idx = torch.randint(8, (512, 9)); x, y = (
+        idx[:, :-1], idx[:, 1:]); print(my.measure(m, idx), torch.nn.functional.cross_entropy(m(x)[0].mT, y,
+        reduction='none').mean(0))"
+
+A window of 256 tokens hides the next one better in its mean. After 500 steps on the storybook, phi starting at
+0, the validation loss is 0.605, with running means 0.610 (one seed): no theft worth the name, so far.
+
+    python -c "import my_10, train; train.LanguageModel = my_10.MeanPooled; train.main()" \
+        config/helix_tiny.py --phi=0 --max_steps=500
+"""
 
 import math
 
