@@ -8,7 +8,7 @@ are nearly level. Validation loss after 300 steps, one seed:
     --mixer=gated_qk_norm      1.206     0.671
 
     cp exercises/solutions/06.py my_06.py
-    python -c "import my_06, train; train.main()" config/tiny.py --mixer=gated_qk_norm --max_steps=300 --lr=1e-2
+    python -c "import my_06, train; train.main()" config/tiny.py --max_steps=300 --mixer=gated_qk_norm
 """
 
 from model import PARTS, GatedSpiralAttention, unit_rms

@@ -9,8 +9,8 @@ tokens, and 2.20 for the eighth, which is in no mean; logits are off by up to 19
         idx[:, :-1], idx[:, 1:]); print(my.measure(m, idx), torch.nn.functional.cross_entropy(m(x)[0].mT, y,
         reduction='none').mean(0))"
 
-A window of 256 tokens hides the next one better in its mean. After 500 steps on the storybook, phi starting at
-0, the validation loss is 0.605, with running means 0.610 (one seed): no theft worth the name, so far.
+A window of 256 tokens hides the next one better in its mean. After 500 steps on the storybook, phi starting
+at 0, the validation loss is 0.605, with running means 0.610 (one seed): no theft worth the name, so far.
 
     python -c "import my_10, train; train.LanguageModel = my_10.MeanPooled; train.main()" \
         config/helix_tiny.py --phi=0 --max_steps=500
