@@ -1,4 +1,17 @@
-"""Exercise 11: token merging that shows no token a later one."""
+"""Exercise 11: token merging that shows no token a later one.
+
+After 500 steps (one seed), losses of training and validation, and the tokens merged away in the last step:
+
+    token merging               training    validation    merged
+    as published                   0.589         0.617        9%
+    --block=causal_merging         0.604         0.609       17%
+
+The training loss is to be believed again (it still merges, which validation does not), and more tokens merge.
+
+    cp exercises/solutions/11.py my_11.py
+    python -c "import my_11, train; train.main()" config/helix_tiny.py --max_steps=500 --token_merging=paper \
+        --merge_threshold=0.3 --block=causal_merging
+"""
 
 import torch
 
