@@ -393,7 +393,7 @@ def start_long_run(name):
     write("in.txt", [f"{i} {i * 7919 % 100_003} " * 30 for i in range(30_000)])
     command = [sys.executable, SCRIPT, "--name", name, "--input", "in.txt", "--workers", "2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True,  # and Ctrl-C is heard, even where a shell's "&" ignores it:
+                               start_new_session=True,  # below: Ctrl-C is heard, even if a shell's "&" is not
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not list(Path(".").glob("data/.*.tmp")):
         assert process.poll() is None
