@@ -279,7 +279,7 @@ def main():
     for i, found in results.items():
         if found:
             value, peak = (statistics.median(row[k] for row in found) for k in (0, 2))
-            value = f"{value:,.4g} {found[0][1]}"
+            value = f"{value:,.{0 if value >= 100 else 1}f} {found[0][1]}"
             lines.append(f"| {table[i][0]} | {table[i][1]} | {value} | {peak / 1e6:,.0f} MB |")
     print("\n".join(lines))
     if args.out:
