@@ -87,6 +87,8 @@ def compile_decoding(model, cache):
     import torch
     import torch._inductor.config as inductor
 
+    from train import first_line
+
     inductor.freezing = True
     plain, compiled = model.forward, torch.compile(model.forward, dynamic=True, fullgraph=True)
 
@@ -101,8 +103,23 @@ def compile_decoding(model, cache):
             pass
         cache.reset()
     except Exception as error:  # whatever it is that compilers need
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"--compile failed: {reason}") from None
+        raise ValueError(f"--compile failed: {first_line(error)}") from None
+
+
+def prepare_decoding(model, compiled=False):
+    """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
+    import torch
+
+    from model import Cache
+
+    weight = model.embedding.weight
+    # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
+    cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
+    if compiled:
+        compile_decoding(model, cache)
+    elif weight.is_cpu and weight.dtype == torch.float32:
+        head_by_columns(model)
+    return cache
 
 
 class Writer:
@@ -112,30 +129,22 @@ class Writer:
         import torch  # here, so that --help and misspelt options need not wait for it
 
         import tokenizer as tokenizers
-        from model import Cache
-        from train import choose_device, load_checkpoint, load_model
+        from train import choose_device, load_checkpoint, load_model, load_tokenizer
 
         self.args, self.torch, self.StreamDecoder = args, torch, tokenizers.StreamDecoder
         device, dtype = choose_device(args.device, args.dtype)
         self.path = args.checkpoint or newest_checkpoint()
         checkpoint = load_checkpoint(self.path)
-        if not checkpoint["tokenizer"]:
-            raise ValueError(f"{self.path} has no tokenizer: import it again with --tokenizer.")
-        self.tokenizer = tokenizers.parse(checkpoint["tokenizer"])
+        self.tokenizer = load_tokenizer(checkpoint, self.path)
         self.model = load_model(checkpoint).to(device, dtype).eval()
-        if device.type == "cpu" and dtype == torch.float32 and not args.compile:
-            head_by_columns(self.model)
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             raise ValueError("the checkpoint's tokenizer has more tokens than its model.")
         self.sink_token = self.model.config.sink_token
         if self.sink_token not in ("", *self.tokenizer.specials):
             raise ValueError(f"the checkpoint's tokenizer lacks its model's sink_token {self.sink_token!r}.")
         self.sink = [self.tokenizer.specials[self.sink_token]] if self.sink_token else []
-        # One row more than it uses: a buffer filled to the brim is another kind of tensor to --compile.
-        self.cache = Cache(self.model.config.context + 1, torch.float32 if device.type == "cpu" else None)
+        self.cache = prepare_decoding(self.model, args.compile)
         self.generator = torch.Generator(device).manual_seed(args.seed)
-        if args.compile:
-            compile_decoding(self.model, self.cache)
         self.n_tokens, self.seconds = 0, 0.0
 
     def write(self, ids, stops):

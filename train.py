@@ -340,6 +340,13 @@ def load_model(checkpoint):
 MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}  # of each parameter
 
 
+def load_tokenizer(checkpoint, path):
+    """The tokenizer in the checkpoint of this file. ValueError if there is none."""
+    if not checkpoint["tokenizer"]:
+        raise ValueError(f"{path} has no tokenizer: import it again with --tokenizer.")
+    return tokenizers.parse(checkpoint["tokenizer"])
+
+
 def load_optimizers(optimizers, states):
     """Put the saved moments of each parameter into the optimizers; the settings stay those of this run."""
     try:
@@ -574,6 +581,11 @@ def keep_earlier_run(folder):
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def first_line(error):
+    """What an exception says, without the pages that a compiler adds; its kind, if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def compile_model(model, config, device, autocast, batch):
     """torch.compile where wanted, tried on part of a batch; if that fails, a warning and the plain model.
 
@@ -590,8 +602,7 @@ def compile_model(model, config, device, autocast, batch):
         loss.backward()
         return compiled
     except Exception as error:  # a missing compiler, an old driver: whatever it is, training can go on
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(f"warning: torch.compile failed ({reason}); going on without.", file=sys.stderr)
+        print(f"warning: torch.compile failed ({first_line(error)}); going on without.", file=sys.stderr)
         return model
     finally:
         model.zero_grad(set_to_none=True)

@@ -131,13 +131,25 @@ def slow_attention(q, k, v, first=lambda t: 0):
     return out.transpose(0, 1).flatten(1)[None]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The checks
+def gap_of(a, b):
+    """The largest difference of two tensors, a result and what it should be."""
+    if a.shape != b.shape:
+        raise Wrong(f"a result has the shape {tuple(a.shape)}; it should have {tuple(b.shape)}.")
+    return (a - b).abs().max().item()
 
 
 def reason(slips, otherwise=""):
     """The sentence of the first slip, a pair (is it so?, sentence), that was made."""
     return next((sentence for so, sentence in slips if so), otherwise)
+
+
+def slip(got, slips, tolerance=1e-9):
+    """What to say of a wrong result: the sentence of the first of slips, (value, sentence), that gives it."""
+    return next((sentence for value, sentence in slips if gap_of(got, value) < tolerance), "")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The checks
 
 
 def compare(what, got, want, slips):
@@ -551,18 +563,6 @@ def check_06(my):
         try_mixer("gated_qk_norm", **changes)
 
 
-def gap_of(a, b):
-    """The largest difference of two tensors, a result and what it should be."""
-    if a.shape != b.shape:
-        raise Wrong(f"a result has the shape {tuple(a.shape)}; it should have {tuple(b.shape)}.")
-    return (a - b).abs().max().item()
-
-
-def slip(got, slips, tolerance=1e-9):
-    """What to say of a wrong result: the sentence of the first of slips, (value, sentence), that gives it."""
-    return next((sentence for value, sentence in slips if gap_of(got, value) < tolerance), "")
-
-
 class Names(NoCache):
     """Remembers nothing but the names of the running sums that it was asked for."""
 
@@ -862,7 +862,7 @@ def try_merging(model, plain, case):
         changed = torch.cat([x[:, :t], other[:, t:]], dim=1)  # the tokens before t are the same
         leak = gap_of(run(block, changed)[:, :t], got[:, :t])
         if not leak < 1e-10:
-            reason = slip(got, [
+            said = slip(got, [
                 (slow(average, last), "A pair is still the average of both its tokens."),
                 (slow(average, first), "A pair is still the average of both its tokens."),
                 (slow(last), "A pair is represented by its second token."),
@@ -872,7 +872,7 @@ def try_merging(model, plain, case):
                    "zeros it is halved; roll(1, dims=1), not -1, brings a token the one before it.) And does "
                    "a token decide by the next one whether it merges?")
             raise Wrong(f"in training mode, to change token {t} and those after it changes outputs before "
-                        f"it by {leak:.2g}{case}. {reason}")
+                        f"it by {leak:.2g}{case}. {said}")
     if not gap_of(got, slow(first)) < 1e-9:
         raise Wrong(f"no token sees a later one, but the output differs by {gap_of(got, slow(first)):.2g} "
                     f"from that of a loop in which a pair goes through the mixer as its first token, and "

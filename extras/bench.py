@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
-
 def rows():
     for name in ("nano", "baseline", "helix", "silia"):
         for dtype in ("float32", "bfloat16"):
@@ -123,10 +122,10 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
     tokens per second, all sequences together."""
     import torch
 
-    from model import Cache
-    from sample import compile_decoding, head_by_columns
+    from sample import prepare_decoding
 
-    model, cache = build(name, 1024).to(getattr(torch, dtype)).eval(), Cache(1025, torch.float32)
+    model = build(name, 1024).to(getattr(torch, dtype)).eval()
+    cache = None if name == "published" else prepare_decoding(model, compiled)
     ids = torch.randint(0, model.config.vocab_size, (batch, before + 16))
 
     def write(n):
@@ -136,13 +135,10 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
             for _ in model.generate(ids[:, before:], n, temperature=0, cache=cache):
                 pass
 
-    if compiled:
-        compile_decoding(model, cache)
-    elif name != "published" and dtype == "float32":
-        head_by_columns(model)
     with torch.no_grad():
         write(8)
-        cache.reset()
+        if cache:
+            cache.reset()
         if before:
             model(ids[:, :before], cache=cache, last_only=True)
         began = time.perf_counter()

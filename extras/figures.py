@@ -30,7 +30,7 @@ import storybook
 import tokenizer as tokenizers
 from model import PARTS, Attention, ModelConfig, NoCache, greedy_pairs
 from sample import newest_checkpoint
-from train import load_checkpoint, load_model
+from train import load_checkpoint, load_model, load_tokenizer
 
 STORY = next(storybook.stories(1, seed=19))[0]  # of a fox named Leo; no model has trained on it
 LINES, MARKERS = ["-", "--", "-.", ":"], "osD^"  # what tells curves apart, instead of colours
@@ -312,7 +312,8 @@ def draw_attention(plt, args):
     if not (0 <= layer < layers and 0 <= head < H):
         raise ValueError(f"there is no such head: it is {layers} layers of {H} heads, counted from 0.")
     page, w = Page(plt), weights[layer, head]
-    page.say(f"What head {head} of layer {layer} reads at the end, to go on with “{name}” ({chances[told]:.0%})")
+    page.say(f"What head {head} of layer {layer} reads at the end, to go on with “{name}” "
+             f"({chances[told]:.0%})")
     page.show(spell(tokenizer, ids), w.tolist())
     page.say(f"White is 0%, black is 100% of its attention. Earlier “{name}”: {before[layer, head]:.0%}.",
              weight="normal")
@@ -352,10 +353,9 @@ def draw_pieces(plt, args):
 
 def read_checkpoint(args):
     """The checkpoint that the options name, and its tokenizer."""
-    checkpoint = load_checkpoint(args.checkpoint or newest_checkpoint())
-    if not checkpoint["tokenizer"]:
-        raise ValueError("the checkpoint has no tokenizer: import it again with --tokenizer.")
-    return checkpoint, tokenizers.parse(checkpoint["tokenizer"])
+    path = args.checkpoint or newest_checkpoint()
+    checkpoint = load_checkpoint(path)
+    return checkpoint, load_tokenizer(checkpoint, path)
 
 
 def read_model(args, text, **changes):

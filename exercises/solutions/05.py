@@ -1,7 +1,7 @@
 """Exercise 5: attention through a sliding window.
 
 A window is easier to learn, and ends higher: three layers with W = 32 see 93 tokens back, and a story is
-longer. Validation loss, one seed; each number is a run of its own, as the learning rate falls to the last step:
+longer. Validation loss, one seed; each number is a run of its own (the learning rate falls to the last step):
 
     steps                    300     1,200
     --mixer=window         0.706     0.435
