@@ -794,32 +794,3 @@ class LanguageModel(nn.Module):
             logits, _ = self(idx, cache=cache, last_only=True)
             idx = sample_token(logits[:, -1, :n_ids], temperature, top_k, top_p, generator)
             yield idx
-
-    def budget(self, length=None, dtype=torch.float32):
-        """What the model costs, exactly:
-
-        parameters       by component, layers added up; their sum is the model's size
-        cache_bytes      rows that one sequence of `length` tokens keeps (default: the context), in `dtype`
-        state_bytes      running sums that it keeps, whatever the length
-        flops_per_token  to decode the last of `length` tokens: 2 for each multiply-add of the matrix products
-
-        All but the first are read off a copy that has shapes and no contents (PyTorch's "meta" device) and
-        decodes one token: no formula can be out of date.
-        """
-        from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
-
-        parameters = {}
-        for name, p in self.named_parameters():  # "blocks.0.mixer.qkv.weight" -> "mixer.qkv"
-            component = ".".join(s for s in name.split(".")[:-1] if s != "blocks" and not s.isdigit())
-            parameters[component] = parameters.get(component, 0) + p.numel()
-        length = length or self.config.context
-        with torch.device("meta"), FlopCounterMode(display=False) as counter:
-            model, cache = LanguageModel(self.config).to(dtype), Cache(length)
-            cache.length = length - 1
-            model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-        return {
-            "parameters": parameters,
-            "cache_bytes": sum(x.nbytes for x in cache.rows.values()),
-            "state_bytes": sum(x.nbytes for x in cache.sums.values()),
-            "flops_per_token": counter.get_total_flops(),
-        }

@@ -48,15 +48,6 @@ def parse_arguments():
     return args
 
 
-def newest_checkpoint():
-    """The last state of the run that was trained last."""
-    found = sorted(Path("out").glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ValueError("there is no checkpoint under out/: train first (python train.py config/tiny.py), "
-                         "or name one with --checkpoint.")
-    return found[-1]
-
-
 def read_prompt(args):
     """The text to continue, from an option, a file or a pipe; without the newline that ends a file."""
     if args.prompt is not None:
@@ -71,71 +62,21 @@ def read_prompt(args):
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
 
-def head_by_columns(model):
-    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
-    them by one vector for each token, reads them two to four times as fast in float32."""
-    weight = model.embedding.weight
-    weight.data = weight.data.t().contiguous().t()
-
-
-def compile_decoding(model, cache):
-    """Compile the pass over one token, its weights "frozen": laid out once as the products like them best.
-
-    It takes a quarter of a minute on two CPU cores; then a token takes half the time. Prompts are read as
-    before. ValueError where it fails: if there is no C++ compiler, for example.
-    """
-    import torch
-    import torch._inductor.config as inductor
-
-    from train import first_line
-
-    inductor.freezing = True
-    plain, compiled = model.forward, torch.compile(model.forward, dynamic=True, fullgraph=True)
-
-    def forward(idx, cache=None, **options):
-        one = idx.size(1) == 1 and cache and cache.length  # the first token makes the buffers: not here
-        return (compiled if one else plain)(idx, cache=cache, **options)
-
-    model.forward = forward
-    try:
-        start = torch.zeros(1, 3, dtype=torch.long, device=model.embedding.weight.device)
-        for _ in model.generate(start, 3, cache=cache):
-            pass
-        cache.reset()
-    except Exception as error:  # whatever it is that compilers need
-        raise ValueError(f"--compile failed: {first_line(error)}") from None
-
-
-def prepare_decoding(model, compiled=False):
-    """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
-    import torch
-
-    from model import Cache
-
-    weight = model.embedding.weight
-    # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
-    cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
-    if compiled:
-        compile_decoding(model, cache)
-    elif weight.is_cpu and weight.dtype == torch.float32:
-        head_by_columns(model)
-    return cache
-
-
 class Writer:
     """A loaded model with its tokenizer and settings; writes to stdout as it decodes."""
 
     def __init__(self, args):
         import torch  # here, so that --help and misspelt options need not wait for it
 
-        import tokenizer as tokenizers
-        from train import choose_device, load_checkpoint, load_model, load_tokenizer
+        from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
+        from support.runtime import choose_device, prepare_decoding
+        from tokenizer import StreamDecoder
 
-        self.args, self.torch, self.StreamDecoder = args, torch, tokenizers.StreamDecoder
+        self.args, self.torch, self.StreamDecoder = args, torch, StreamDecoder
         device, dtype = choose_device(args.device, args.dtype)
         self.path = args.checkpoint or newest_checkpoint()
         checkpoint = load_checkpoint(self.path)
-        self.tokenizer = load_tokenizer(checkpoint, self.path)
+        self.tokenizer = checkpoint_tokenizer(checkpoint, self.path)
         self.model = load_model(checkpoint).to(device, dtype).eval()
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             raise ValueError("the checkpoint's tokenizer has more tokens than its model.")

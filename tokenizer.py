@@ -25,6 +25,8 @@ import regex
 import tiktoken
 from tqdm import tqdm
 
+from support import need
+
 # Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
 # (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
 # Face's engine reads otherwise. One thing stays: Python's `regex`, used in training and in MaximalMunch, may
@@ -46,12 +48,6 @@ CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 # runs are cut every LONGEST_SPACE characters before anything else, in training as in use.
 LONGEST_SPACE = 100_000
 _OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind tries each run only once
-
-
-def need(condition, sentence):
-    """ValueError with a sentence for the user, unless the condition holds."""
-    if not condition:
-        raise ValueError(sentence)
 
 
 def _segments(text, nfc):
@@ -298,86 +294,6 @@ def encode_chat(tokenizer, turns):
     return ids
 
 
-def load(path):
-    """Reads a tokenizer.json -> Tokenizer or MaximalMunch."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse(file.read())
-    except ValueError as error:  # a UnicodeDecodeError is one, too
-        raise ValueError(f"{path}: {error}") from None
-
-
-def parse(json_text):
-    """The text of a tokenizer.json -> Tokenizer, or MaximalMunch if its model is WordPiece. What could not be
-    encoded with the same ids is refused."""
-    try:
-        file = json.loads(json_text)
-        return _parse(file, file["model"])
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError, MemoryError,
-            regex.error) as error:
-        raise ValueError(f"This is not a sound tokenizer.json: {type(error).__name__} {error}.") from None
-
-
-def _parse(file, model):
-    need(model["type"] in ("BPE", "WordPiece"), f"Only BPE and WordPiece can be read, not {model['type']}.")
-    nfc, added = bool(file.get("normalizer")), file["added_tokens"]
-    kinds = {"normalizer": (None, "NFC"), "decoder": ("ByteLevel",), "post_processor": (None, "ByteLevel")}
-    flags = ("single_word", "lstrip", "rstrip", "normalized")[:4 if nfc else 3]
-    odd = [key for key in kinds if (file.get(key) or {"type": None})["type"] not in kinds[key]]
-    odd += [key for key in ("truncation", "padding", "dropout", "continuing_subword_prefix",
-                            "end_of_word_suffix", "ignore_merges") if (file | model).get(key)]
-    odd += [f"{flag} of {token['content']}" for token in added for flag in flags if token.get(flag)]
-    need(not odd, f"The tokenizer asks for what is not supported: {', '.join(odd)}.")
-
-    *first, last = file["pre_tokenizer"].get("pretokenizers") or [file["pre_tokenizer"]]
-    by_itself = last.get("use_regex", True)  # ByteLevel can also split, by GPT-2's pattern
-    need(last["type"] == "ByteLevel" and not last["add_prefix_space"] and len(first) + by_itself < 2
-         and all(s | {"type": "Split", "behavior": "Isolated", "invert": False} == s for s in first),
-         "The pre-tokenizer must be ByteLevel without prefix space, after at most one isolating Split.")
-    pattern = first[0]["pattern"]["Regex"] if first else GPT2_PATTERN if by_itself else r"[\s\S]+"
-
-    specials = {token["content"]: token["id"] for token in added}
-    need(model["vocab"] | specials == specials | model["vocab"], "An added token has two ids.")
-    vocab = {token: id for token, id in model["vocab"].items() if token not in specials}
-    if model["type"] == "WordPiece":
-        # A chunk beyond the limit becomes one unknown token; words of 10,000 bytes are no text that matters.
-        need(model["continuing_subword_prefix"] == "" and model["max_input_chars_per_word"] >= 10_000,
-             "WordPiece must have an empty prefix and a max_input_chars_per_word of 10,000 or more.")
-        return MaximalMunch(vocab, specials, pattern, nfc)
-    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-    _check_merges(vocab, merges)
-    return Tokenizer(vocab, merges, specials, pattern, nfc)
-
-
-def _check_merges(vocab, merges):
-    """Refuses merges that tiktoken would not follow to the letter.
-
-    tiktoken knows no merges: it joins the neighbours that spell the token of the smallest id. For any text
-    that is the same if each token, spelt in bytes, is encoded as itself: then only its own two parts can come
-    to spell it. In training that is so: when a token is made, its parts stand side by side, so no earlier
-    merge joined anything across the seam between them. In a file, the seams are checked here.
-    """
-    def edge(id, until, side):  # the tokens at one end of `id` while it is built, each with what ends it
-        yield id, until
-        while id in parts:
-            id, until = parts[id][side], id
-            yield id, until
-
-    made, parts, newest = {}, {}, -1  # made: (left id, right id) -> id; parts: id -> (left id, right id)
-    need(len(vocab) == 256 + len(merges), f"{len(merges)} merges cannot make {len(vocab) - 256} tokens.")
-    for merge in merges:
-        pair, new = tuple(map(vocab.get, merge)), vocab.get("".join(merge))
-        if (len(pair) != 2 or None in (*pair, new) or new <= newest
-                or not all(id in parts or token in CHAR_TO_BYTE for id, token in zip(pair, merge))):
-            raise ValueError(f"The merge {merge} does not join two earlier tokens into the next one.")
-        for x, x_until in edge(pair[0], new, 1):
-            for y, y_until in edge(pair[1], new, 0):
-                # Of three equals in a row, w x y, the pair w x is merged before x y: hence < and <=.
-                if made.get((x, y), new) < x_until and made[x, y] <= y_until:
-                    raise ValueError(f"The merges never leave {merge} side by side to be joined.")
-        made[pair], parts[new], newest = new, pair, new
-
-
 def show(tokenizer, text):
     """Prints the pieces of a text, their ids and their number."""
     ids = tokenizer.encode(text)
@@ -401,7 +317,9 @@ def main():
     args = parser.parse_args()
     try:
         sys.stdout.reconfigure(encoding="utf-8")
-        show(load(args.tokenizer), args.text)
+        from support.hf_tokenizer import load_tokenizer
+
+        show(load_tokenizer(args.tokenizer), args.text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -45,7 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # at this size, use a second core
 
 import torch
 
-import config as settings
+from support import settings
 import prepare
 import train
 from model import LanguageModel, ModelConfig
@@ -89,7 +89,7 @@ def words(options):
 
 def configs(options):
     """{name: value} -> (TrainConfig, ModelConfig), as train.py makes them of its command line"""
-    return settings.load(words(options), TrainConfig, ModelConfig)[1]
+    return settings.read_settings(words(options), TrainConfig, ModelConfig)[1]
 
 
 def count(options):

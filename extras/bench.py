@@ -83,7 +83,7 @@ def build(name, context):
         config = ModelConfig(context=context, n_kv_head=4, d_ff=640, d_narrow=160, position="helix",
                              mixer="cross_layer", ffn="dual_stream", norm="offset_rms", init="normal")
     else:
-        _, (_, config) = settings.load([str(ROOT / "config" / f"{name}.py"), f"--context={context}"],
+        _, (_, config) = settings.read_settings([str(ROOT / "config" / f"{name}.py"), f"--context={context}"],
                                        TrainConfig, ModelConfig)
     return LanguageModel(config)
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project, 
 
 import torch
 
-import config as settings
+from support import settings
 import tokenizer as tokenizers
 from model import LanguageModel, ModelConfig
 from train import load_checkpoint, load_model, save_checkpoint
@@ -145,9 +145,9 @@ def read_config(layout, config):
     given = layout.parts | {"init": layout.init}
     for ours, (theirs, default) in layout.keys.items():
         x = config.get(theirs, default)
-        x = OTHERWISE[ours][settings.check(theirs, bool, x)] if ours in OTHERWISE else x
+        x = OTHERWISE[ours][settings.check_type(theirs, bool, x)] if ours in OTHERWISE else x
         x = config[layout.keys["n_head"][0]] if ours == "n_kv_head" and x is None else x
-        given[ours] = settings.check(theirs, kinds[ours], x)
+        given[ours] = settings.check_type(theirs, kinds[ours], x)
     if given.get("lookback") == 0:
         given["lookback"] = given["n_layer"]  # the list of layers is cut at [-0:] there, which is all of it
     return ModelConfig(**given)

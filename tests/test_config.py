@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import config as settings
+from support import settings
 from model import LanguageModel, ModelConfig
 from train import TrainConfig
 
@@ -24,7 +24,7 @@ class Fruit:
 
 
 def load(*words):
-    return settings.load(list(words), Fruit)[1][0]
+    return settings.read_settings(list(words), Fruit)[1][0]
 
 
 @pytest.mark.parametrize("words, expected", [
@@ -99,7 +99,7 @@ def test_help_lists_names_types_values_and_meaning(capsys):
 
 def test_every_setting_of_the_project_has_a_meaning(capsys):
     with pytest.raises(SystemExit):
-        settings.load(["--help"], TrainConfig, ModelConfig)
+        settings.read_settings(["--help"], TrainConfig, ModelConfig)
     text = capsys.readouterr().out
     for field in (*fields(TrainConfig), *fields(ModelConfig)):
         assert f"\n  --{field.name}=" in text
@@ -107,7 +107,7 @@ def test_every_setting_of_the_project_has_a_meaning(capsys):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_file_loads_and_tells_its_size(path):
-    _, (_, model_config) = settings.load([str(path)], TrainConfig, ModelConfig)
+    _, (_, model_config) = settings.read_settings([str(path)], TrainConfig, ModelConfig)
     with torch.device("meta"):
         size = sum(p.numel() for p in LanguageModel(model_config).parameters())
     assert f"{size:,} parameters" in path.read_text(encoding="utf-8").splitlines()[0]

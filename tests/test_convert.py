@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import config as settings
+from support import settings
 import sample
 import tokenizer as tokenizers
 import train
@@ -199,7 +199,7 @@ def test_sizes_beyond_any_machine():
 def test_the_defaults_are_those_of_the_recipes(layout, name, changes):
     """A config.json may leave out what is at its default; and so training can go on from an import."""
     layout = convert.LAYOUTS[layout]
-    recipe = settings.load([str(ROOT / "config" / f"{name}.py")], TrainConfig, ModelConfig)[1][1]
+    recipe = settings.read_settings([str(ROOT / "config" / f"{name}.py")], TrainConfig, ModelConfig)[1][1]
     assert convert.explicit(convert.read_config(layout, {})) == convert.explicit(recipe) | changes
 
 

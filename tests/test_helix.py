@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import config as settings
+from support import settings
 import model as model_file
 from model import (Cache, LanguageModel, ModelConfig, OffsetRMSNorm, greedy_pairs, helix_rotary,
                    mix_merged)
@@ -22,7 +22,7 @@ MERGING = HELIX | {"n_layer": 6, "token_merging": "paper", "merge_threshold": 0.
 
 def published(size):
     path = Path(__file__).resolve().parent.parent / "config" / f"helix_{size}.py"
-    return settings.load([str(path)], TrainConfig, ModelConfig)[1][1]
+    return settings.read_settings([str(path)], TrainConfig, ModelConfig)[1][1]
 
 
 def on_meta(config):

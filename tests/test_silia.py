@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import config as settings
+from support import settings
 import train
 from model import Cache, LanguageModel, ModelConfig, NoCache, unit_rms
 from test_model import SILIA, ids, make
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def published():
-    return settings.load([str(ROOT / "config" / "silia.py")], TrainConfig, ModelConfig)[1]
+    return settings.read_settings([str(ROOT / "config" / "silia.py")], TrainConfig, ModelConfig)[1]
 
 
 # ----------------------------------------------------------------------------------------- sizes and parts

@@ -3,7 +3,7 @@ Settings: the fields of dataclasses, filled by a file of plain assignments and t
 
     python train.py config/nano.py --lr=1e-3 --max_steps 500 --gate=false --resume
 
-`load` is all that a script needs. A name that no dataclass has is an error that suggests the nearest one, in
+`read_settings` is all that a script needs. A name that no dataclass has is an error that suggests the nearest one, in
 the file as on the command line; values are checked against the field's type. `--help` reads the meaning of
 each field from the comment behind it, so that it is written once, where the field is.
 """
@@ -20,23 +20,23 @@ from pathlib import Path
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def load(arguments, *classes):
+def read_settings(arguments, *classes):
     """Make an instance of each dataclass from a command line: [FILE] [--key=value | --key value | --flag] ...
 
     Returns (path of the config file or None, instances in the order of classes). Prints and exits on --help;
     raises ValueError, a sentence for the user, on anything it does not understand.
     """
     known = {field.name: field for cls in classes for field in fields(cls)}
-    file, given, help_wanted = parse(arguments, known)
-    values = read_file(file, known) if file else {}
+    file, given, help_wanted = split_command_line(arguments, known)
+    values = read_config_file(file, known) if file else {}
     values.update(given)
     if help_wanted:
-        print(describe(classes, values))
+        print(help_text(classes, values))
         sys.exit(0)
     return file, [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
 
 
-def parse(arguments, known):
+def split_command_line(arguments, known):
     """Split a command line into (config file or None, {name: value}, whether help was asked for)."""
     file, given, help_wanted, rest = None, {}, False, list(arguments)
     while rest:
@@ -45,14 +45,14 @@ def parse(arguments, known):
             help_wanted = True
         elif word.startswith("--"):
             name, equals, text = word[2:].partition("=")  # at the first "=": values may contain more
-            field = find(name, known, "--")
+            field = find_field(name, known, "--")
             if not equals and field.type is bool and not (rest and rest[0].lower() in WORDS):
                 text = "true"  # a bare --flag
             elif not equals:
                 if not rest or rest[0].startswith("--"):
                     raise ValueError(f"--{name} needs a value ({field.type.__name__}).")
                 text = rest.pop(0)
-            given[name] = from_text(name, field.type, text)
+            given[name] = convert(name, field.type, text)
         elif word.startswith("-") or file is not None:
             raise ValueError(f"{word!r} is not understood: options are --key=value, after one config file.")
         else:
@@ -60,7 +60,7 @@ def parse(arguments, known):
     return file, given, help_wanted
 
 
-def find(name, known, prefix=""):
+def find_field(name, known, prefix=""):
     """The field called `name`, or a ValueError with the nearest name."""
     if name in known:
         return known[name]
@@ -69,19 +69,19 @@ def find(name, known, prefix=""):
     raise ValueError(f"unknown setting {prefix}{name}; {hint}")
 
 
-def from_text(name, kind, text):
+def convert(name, kind, text):
     """The value of a command-line word, in the field's type."""
     try:
         if kind is bool:
             return WORDS[text.lower()]
         if kind is int:
-            return check(name, int, int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text))
-        return check(name, kind, kind(text))
+            return check_type(name, int, int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text))
+        return check_type(name, kind, kind(text))
     except (KeyError, ValueError, OverflowError):
         raise ValueError(f"--{name} takes a value of type {kind.__name__}, not {text!r}.") from None
 
 
-def check(name, kind, value):
+def check_type(name, kind, value):
     """`value` in the type `kind`: whole floats pass as int, ints as float; nothing else is converted."""
     if kind in (int, float):
         if type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
@@ -91,7 +91,7 @@ def check(name, kind, value):
     raise ValueError(f"{name} takes a value of type {kind.__name__}, not {value!r}.")
 
 
-def read_file(path, known):
+def read_config_file(path, known):
     """The assignments `name = value` of a config file. Values are literals; nothing in it is executed."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
@@ -111,8 +111,8 @@ def read_file(path, known):
             raise ValueError(f"{where}: a config file holds assignments `name = value` only.")
         name = target.id
         try:
-            field = find(name, known)
-            values[name] = check(name, field.type, ast.literal_eval(node.value))
+            field = find_field(name, known)
+            values[name] = check_type(name, field.type, ast.literal_eval(node.value))
         except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             plain = "a value is a plain number, string, True or False."
             message = error if type(error) is ValueError and "malformed" not in str(error) else plain
@@ -120,7 +120,7 @@ def read_file(path, known):
     return values
 
 
-def describe(classes, values):
+def help_text(classes, values):
     """The text of --help: each field's name, type, present value, and the comment behind it in the source."""
     lines = [f"usage: python {Path(sys.argv[0]).name} [CONFIG_FILE] [--key=value | --key value | --flag] ..."]
     for cls in classes:

@@ -1,0 +1,131 @@
+"""What a run says and logs."""
+
+import csv
+import math
+import os
+
+import torch
+
+from model import Cache, LanguageModel, NoCache
+
+
+LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
+               "tokens_per_second", "merge_ratio"]
+
+
+class Log:
+    """log.csv, a line at a time so that it can be watched."""
+
+    def __init__(self, path, start):
+        rows = []
+        if start and path.exists():  # keep what a resumed run is not going to write again
+            with open(path, encoding="utf-8", errors="replace", newline="") as file:
+                steps = [(row, row.get("step") or "") for row in csv.DictReader(file)]
+                rows = [row for row, step in steps if step.isdigit() and int(step) <= start]
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, LOG_COLUMNS, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, path)
+        self.path, self.file = path, open(path, "a", encoding="utf-8", newline="", buffering=1)
+
+    def write(self, row):
+        row = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()}
+        csv.DictWriter(self.file, LOG_COLUMNS, lineterminator="\n").writerow(row)
+
+    def check_ours(self):
+        """ValueError if another run has begun in this folder, which gives the folder a log of its own."""
+        if not self.path.exists() or not os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path)):
+            raise ValueError(f"another run has taken over {self.path.parent}: this one stops.")
+
+
+def print_plan(config, model, meta, device, dtype, n_val):
+    """What is about to happen, before it does."""
+    context, per_step = model.config.context, config.batch_size * model.config.context
+    costs, n_train = budget(model), meta["train"]["tokens"]
+    n = sum(costs["parameters"].values())
+    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
+    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}")
+    print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
+          f"{config.max_steps:,} steps are {config.max_steps * per_step / n_train:.2f} epochs")
+    print(f"parameters  {n:,}")
+    for name, size in costs["parameters"].items():
+        print(f"    {name:<16}{size:>13,}{size / n:>8.1%}")
+    print(f"decoding    {costs['cache_bytes']:,} bytes of keys and values at {context} tokens and "
+          f"{costs['state_bytes']:,} of running sums; {costs['flops_per_token'] / 1e6:.1f} MFLOP a token")
+    V, known = model.config.vocab_size, meta["vocab_size"]
+    if known < V:
+        print(f"note        the tokenizer has {known:,} tokens: {V - known:,} rows of the embedding are idle")
+    near_zero = model.config.embedding_std <= 0.02 and model.config.init != "pytorch"
+    expected = ", the first loss to expect" if near_zero else ""
+    print(f"guessing    has a loss of ln {V} = {math.log(V):.3f}{expected}\n")
+
+
+def evaluation_line(row, meta, n_val):
+    """One line on an evaluation, with the distance from the entropy floor where that is known."""
+    train_loss = f"train {row['train_loss']:.4f}, " if "train_loss" in row else ""
+    loss, floor = row["val_loss"], meta["val"].get("floor_nats_per_token")
+    line = (f"step {row['step']}: {train_loss}val {loss:.4f}, perplexity {math.exp(min(loss, 700)):.4g}, "
+            f"{row['bits_per_byte']:.4f} bits per byte")
+    if floor is not None and n_val == meta["val"]["tokens"]:
+        line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"
+    return line
+
+
+def merging_line(model, ratio, batch_size):
+    """One line on what token merging saves in a step, forward and backward, when it merges away this share.
+
+    Counted on a copy that has shapes only. In fact a little less: a batch is as long as its longest row.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
+
+    def flops(module, *inputs):  # of a forward pass over one window
+        with FlopCounterMode(display=False) as counter:
+            module(*inputs)
+        return counter.get_total_flops()
+
+    config, T, saved = model.config, model.config.context, 0
+    passes = 4 if model.gradient_checkpointing else 3  # forward, again for backward; backward costs two
+    merging = [layer for layer, block in enumerate(model.blocks) if block.find_pairs]
+    with torch.device("meta"):
+        copy = LanguageModel(config).eval()
+        whole = flops(copy, torch.zeros(1, T, dtype=torch.long))
+        for layer in merging:
+            for sign, n in ((1, T), (-1, round((1 - ratio) * T))):
+                x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
+                below = [x] * min(layer, config.layers_below)
+                saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), below)
+    return (f"merged {ratio:.1%} of the tokens in {len(merging)} of {config.n_layer} layers, which saves "
+            f"{passes * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
+            f"these layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")
+
+
+def budget(model, length=None, dtype=torch.float32):
+    """What the model costs, exactly:
+
+    parameters       by component, layers added up; their sum is the model's size
+    cache_bytes      rows that one sequence of `length` tokens keeps (default: the context), in `dtype`
+    state_bytes      running sums that it keeps, whatever the length
+    flops_per_token  to decode the last of `length` tokens: 2 for each multiply-add of the matrix products
+
+    All but the first are read off a copy that has shapes and no contents (PyTorch's "meta" device) and
+    decodes one token: no formula can be out of date.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # needed here only, and slow to import
+
+    parameters = {}
+    for name, p in model.named_parameters():  # "blocks.0.mixer.qkv.weight" -> "mixer.qkv"
+        component = ".".join(s for s in name.split(".")[:-1] if s != "blocks" and not s.isdigit())
+        parameters[component] = parameters.get(component, 0) + p.numel()
+    length = length or model.config.context
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        copy, cache = LanguageModel(model.config).to(dtype), Cache(length)
+        cache.length = length - 1
+        copy(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    return {
+        "parameters": parameters,
+        "cache_bytes": sum(x.nbytes for x in cache.rows.values()),
+        "state_bytes": sum(x.nbytes for x in cache.sums.values()),
+        "flops_per_token": counter.get_total_flops(),
+    }

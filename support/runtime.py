@@ -1,0 +1,143 @@
+"""Device and dtype, compilation, memory, signals, the ends of scripts."""
+
+import contextlib
+import ctypes
+import signal
+import sys
+
+import torch
+
+from model import Cache
+
+
+def choose_device(device, dtype):
+    """Names from the command line -> (torch.device, torch.dtype to compute in), or ValueError.
+
+    auto: CUDA, else Apple's MPS, else CPU; then bfloat16 where the GPU has it (compute capability 8.0),
+    float16 on an older one, float32 everywhere else.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        device = next(name for name in present if present[name])
+    kind = device.split(":")[0]
+    try:
+        known = kind in present and torch.device(device)
+    except RuntimeError:  # cuda:x
+        known = False
+    if not known:
+        raise ValueError(f"device={device!r} is unknown; choices: auto, cpu, cuda, cuda:N, mps.")
+    if not present[kind]:
+        raise ValueError(f"this machine has no {kind} device that PyTorch can use; try device=cpu.")
+    new_gpu = kind == "cuda" and torch.cuda.get_device_capability(torch.device(device)) >= (8, 0)
+    if dtype == "auto":
+        dtype = "float32" if kind != "cuda" else "bfloat16" if new_gpu else "float16"
+    allowed = {"cpu": ["float32", "bfloat16"], "mps": ["float32"], "cuda": ["float32", "float16"]}[kind]
+    allowed += ["bfloat16"] if new_gpu else []
+    if dtype not in allowed:
+        raise ValueError(f"dtype={dtype!r} is not for this {kind} device; choices: {', '.join(allowed)}.")
+    return torch.device(device), getattr(torch, dtype)
+
+
+def keep_freed_memory():
+    """Have Linux's malloc keep what a step frees for the next one.
+
+    Otherwise it gives large tensors back to the system and gets them anew, page by page and zeroed: a fifth
+    of a step on a CPU, or more. The process keeps its peak memory, which grows by about a fourth.
+    """
+    try:
+        malloc = ctypes.CDLL("libc.so.6")
+        malloc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
+        malloc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
+    except (OSError, AttributeError):  # another system
+        pass
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Yields a list that the first Ctrl-C (or kill) only appends to; a second one acts at once."""
+    stop, before = [], {}
+
+    def note(number, frame):
+        stop.append(number)
+        signal.signal(number, before[number])
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a polite kill, a closed terminal
+        if hasattr(signal, name):
+            number = getattr(signal, name)
+            before[number] = signal.signal(number, note)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def first_line(error):
+    """What an exception says, without the pages that a compiler adds; its kind, if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def compile_training(model, config, device, autocast, batch):
+    """torch.compile where wanted, tried on part of a batch; if that fails, a warning and the plain model.
+
+    Not worth it with token merging: how many tokens are left is another number each time.
+    """
+    worth_it = device.type == "cuda" and model.config.token_merging == "off"
+    if config.compile == "off" or (config.compile == "auto" and not worth_it):
+        return model
+    try:
+        compiled = torch.compile(model)
+        x, y = (part.chunk(config.grad_accum)[0].to(device) for part in batch)
+        with autocast:
+            _, loss = compiled(x, y)
+        loss.backward()
+        return compiled
+    except Exception as error:  # a missing compiler, an old driver: whatever it is, training can go on
+        print(f"warning: torch.compile failed ({first_line(error)}); going on without.", file=sys.stderr)
+        return model
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def head_by_columns(model):
+    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
+    them by one vector for each token, reads them two to four times as fast in float32."""
+    weight = model.embedding.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def compile_decoding(model, cache):
+    """Compile the pass over one token, its weights "frozen": laid out once as the products like them best.
+
+    It takes a quarter of a minute on two CPU cores; then a token takes half the time. Prompts are read as
+    before. ValueError where it fails: if there is no C++ compiler, for example.
+    """
+    import torch._inductor.config as inductor
+
+    inductor.freezing = True
+    plain, compiled = model.forward, torch.compile(model.forward, dynamic=True, fullgraph=True)
+
+    def forward(idx, cache=None, **options):
+        one = idx.size(1) == 1 and cache and cache.length  # the first token makes the buffers: not here
+        return (compiled if one else plain)(idx, cache=cache, **options)
+
+    model.forward = forward
+    try:
+        start = torch.zeros(1, 3, dtype=torch.long, device=model.embedding.weight.device)
+        for _ in model.generate(start, 3, cache=cache):
+            pass
+        cache.reset()
+    except Exception as error:  # whatever it is that compilers need
+        raise ValueError(f"--compile failed: {first_line(error)}") from None
+
+
+def prepare_decoding(model, compiled=False):
+    """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
+    weight = model.embedding.weight
+    # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
+    cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
+    if compiled:
+        compile_decoding(model, cache)
+    elif weight.is_cpu and weight.dtype == torch.float32:
+        head_by_columns(model)
+    return cache
