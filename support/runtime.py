@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 
@@ -141,3 +142,19 @@ def prepare_decoding(model, compiled=False):
     elif weight.is_cpu and weight.dtype == torch.float32:
         head_by_columns(model)
     return cache
+
+
+def run_main(main):
+    """Call a script's main() and end the way users expect: an error is one sentence on stderr, Ctrl-C is quiet."""
+    if sys.stdout:
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    try:
+        main()
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
