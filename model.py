@@ -1,47 +1,49 @@
 """
 Small language models in one file, to be read from the top.
 
-Three decoder-only transformers, whose parts can be mixed. What is new, compared with Llama, in Wiola Nano
-(12,915,888 parameters; Chowdhury, Oosa, Reddy, arXiv:2608.14604; "Nano paper" below):
+Three decoder-only transformers whose parts can be mixed. Each is a Llama (pre-norm blocks, rotary positions,
+gated feed-forwards) with some parts changed. New in Wiola Nano (12,915,888 parameters; Chowdhury, Oosa, Reddy,
+arXiv:2608.14604; "Nano paper" below):
 
 - Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (III.B).
-- Attention scores are multiplied by one number per head and token, a gate that reads the running mean of
+- Attention scores are multiplied by a gate, one number per head and token, computed from the running mean of
   all queries so far (III.C).
 - A feed-forward with a product *and* a linear bypass inside, the "butterfly" (III.D).
 
-And in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 billion parameters; PyPI
-`wiola`; "helix paper" below, its sections in brackets):
+New in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 billion parameters; Chowdhury and
+others, arXiv:2607.01394; "helix paper" below, its sections in brackets):
 
-- Rotary positions whose radius swings as well: the "helix" (6).
-- Attention that looks at the text and at the layers below, through running means of their outputs (7).
-- Neighbours that are nearly the same are merged for attention in the middle layers, in training only (8).
+- Rotary positions whose radius varies as well: the "helix" (6).
+- Attention to the tokens so far and to the layers below, through running means of their outputs (7).
+- Neighbouring tokens that are nearly the same share one place in attention, in training only (8).
 - A feed-forward of two streams (9), and a norm that shifts its input before it scales (5).
 
-And in Silia v2 (524,672 parameters; S. Srivastava; after the model card of its port, silia-v2-hf):
+New in Silia v2 (524,672 parameters; S. Srivastava; after the model card of its port, silia-v2-hf):
 
-- Attention inside the feed-forward: both products of a SwiGLU are units with heads, and nothing else attends.
-- Half of the heads attend; the others keep two running sums and no rows.
+- Attention inside the feed-forward: both matrices of a SwiGLU become units with heads; nothing else attends.
+- Half of the heads use softmax attention; the other half keep two running sums and no keys or values.
 
-What is unusual about the file: one memory, with two verbs, serves training and decoding. Everything that
-looks at the past is a list of rows (keys, values) or a running sum (of queries, layer outputs, values), so
-every layer is written once:
+Cached decoding gives the same logits as a full pass for all of them, by one idea: whatever a layer needs from
+earlier tokens is either a list of rows (keys, values) or a running sum (of queries, layer outputs, values).
+So a layer asks its `past` for one of two things, and is written once, for training and for decoding:
 
-    past.append(name, x)         all rows so far, this chunk's included
+    past.append(name, x)         all rows so far, those of this chunk included
     past.running_sum(name, x)    sums over all tokens so far, this chunk's included
 
-`NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A text may be fed in
+`NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A sequence may be fed in
 chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
-Map:  ModelConfig | rotary tables | memory | causal attention | norms | mixers | feed-forwards |
-      token merging | blocks | the table of parts | sampling a token | LanguageModel
+Map:  ModelConfig | rotary positions: plain, spiral, helix | attention | the cache | norms |
+      mixers: plain, Nano's, helix's, Silia's | feed-forwards | blocks | token merging |
+      the table of parts | LanguageModel | generation
 
 Letters in the shape comments (in brackets the papers' letter, where it is another one):
   B  sequences in the batch            T  tokens in this chunk
   S  tokens so far, S = past + T       V  vocabulary
   C  width of the residual stream [d]  H  query heads
-  K  key/value heads (K = H, or fewer, each shared by a group of H/K query heads)
-  D  width of a head [d_h]             F  inner width of the feed-forward [d_ff]
-  L  layers below that are looked at [Lambda; the papers' L is the number of layers]
+  K  key/value heads (K = H, or fewer, each shared by a group of G = H/K query heads)
+  D  width of a head [d_h]             N  inner width of the feed-forward [d_ff]
+  L  layers looked back at [Lambda; the papers' L is the number of layers]
   M  tokens that are left after merging [T']
 """
 
@@ -53,14 +55,17 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from support import need  # need(condition, sentence): a ValueError with this sentence unless it holds
+
 # ----------------------------------------------------------------------------------------------------------
 # Configuration
 
 
 @dataclass
 class ModelConfig:
-    """One field for each choice. The defaults are Wiola Nano; each ablation is one field."""
+    """One field for each choice. The defaults are Wiola Nano; each ablation is a field or two."""
 
+    # Sizes, and which parts (the table of parts below lists the choices)
     vocab_size: int = 32000  # token ids the model knows (V)
     context: int = 1024  # longest window in tokens
     n_layer: int = 6  # blocks
@@ -68,68 +73,83 @@ class ModelConfig:
     n_head: int = 8  # query heads (H)
     n_kv_head: int = 0  # key/value heads (K), each serving n_head / n_kv_head query heads; 0: n_head
     d_head: int = 0  # width of a head (D), even; 0: d_model / n_head
-    d_ff: int = 512  # inner width of the feed-forward (F)
-    d_narrow: int = 0  # dual_stream: inner width of its narrow stream (d_ff is the wide one's); 0: d_ff / 4
-    position: str = "spiral"  # rotary tables: spiral, mirrored (the other way), helix
+    d_ff: int = 512  # inner width of the feed-forward (N)
+    position: str = "spiral"  # rotary tables: rotary (the standard), spiral, mirrored (the other way), helix
     rope_base: float = 10000.0  # how slowly the slowest pair of coordinates turns
-    alpha: float = 0.05  # spiral: by what share the slowest pair is sped up; 0 is standard rotary
-    winding: float = 8.0  # helix: for every so many turns, one extra (k_s)
-    radial_amplitude: float = 0.1  # helix: how far the radius swings from 1 (a_s)
-    radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary (f_s)
-    mixer: str = "gated_spiral"  # what mixes tokens: gated_spiral, cross_layer, hydra, attention
-    gate: bool = True  # gated_spiral: multiply scores by the gate
-    gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
-    lookback: int = 2  # cross_layer: how many layers below its own (not tokens back) a token looks at
-    phi: float = -3.0  # cross_layer: sigmoid(phi) is the share that the layers below get at first
-    ffn: str = "butterfly"  # feed-forward: butterfly, dual_stream, swiglu, gelu
+    mixer: str = "gated_spiral"  # what mixes tokens: attention, gated_spiral, cross_layer, hydra
+    ffn: str = "butterfly"  # feed-forward: gelu, swiglu, butterfly, dual_stream
     norm: str = "rms"  # normalisation: rms, offset_rms, bare_rms
     norm_eps: float = 1e-6  # added to the mean square before its root (bare_rms has its own)
-    embedding_norm: bool = False  # normalise the embedding as well, without gain
     block: str = "prenorm"  # how a layer is put together: prenorm, silia (of mixer hydra; has no ffn)
-    token_merging: str = "off"  # merge similar neighbours in training, in the middle layers: off, paper
-    merge_threshold: float = 0.92  # cosine above which neighbours merge
-    sink_token: str = ""  # special token put in front of every window and prompt; empty: none
+    tie_embeddings: bool = True  # the head's matrix is the embedding; false: it has its own
     init: str = "truncated_normal"  # initial weights: truncated_normal, normal, pytorch (what PyTorch does)
     embedding_std: float = 0.02  # deviation of the initial embedding; the other matrices have 0.02
 
+    # Wiola Nano
+    alpha: float = 0.05  # spiral: by what share the slowest pair is sped up; 0 is standard rotary
+    gate: bool = True  # gated_spiral: multiply scores by the gate
+    gate_after_rotary: bool = False  # gated_spiral: the gate reads the queries after rotation, not before
+
+    # The Wiola helix family
+    winding: float = 8.0  # helix: for every so many turns, one extra (k_s)
+    radial_amplitude: float = 0.1  # helix: how far the radius swings from 1 (a_s)
+    radial_frequency: float = 0.01  # helix: swings of the radius per turn of standard rotary (f_s)
+    lookback: int = 2  # cross_layer: how many layers below its own (not tokens back) a token attends to
+    phi: float = -3.0  # cross_layer: sigmoid(phi) is the share that those layers get at first
+    d_narrow: int = 0  # dual_stream: inner width of its narrow stream (d_ff is the wide one's); 0: d_ff / 4
+    token_merging: str = "off"  # merge similar neighbours in training, in the middle layers: off, paper
+    merge_threshold: float = 0.92  # cosine above which neighbours merge
+
+    # Silia
+    embedding_norm: bool = False  # normalise the embedding as well, without a weight
+    sink_token: str = ""  # attention sink: special token put in front of every window and prompt; empty: none
+
     def __post_init__(self):
-        check(self)  # below, where the table of parts is
-
-    @property
-    def kv_heads(self):  # K
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_width(self):  # D
-        return self.d_head or self.d_model // self.n_head
-
-    @property
-    def narrow_width(self):
-        return self.d_narrow or self.d_ff // 4
-
-    @property
-    def layers_below(self):  # L: lookback, as far as there are layers; 0 unless the mixer (below) looks_below
-        looks = getattr(PARTS["mixer"][self.mixer], "looks_below", False)
-        return min(self.lookback, self.n_layer - 1) if looks else 0
+        check_config(self)  # below, where the table of parts is
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.d_head = self.d_head or self.d_model // self.n_head
+        self.d_narrow = self.d_narrow or self.d_ff // 4
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Positions: a pair of coordinates (i, i + D/2) is a point in the plane, turned by an angle that grows with
-# the token's position. Models differ in the two tables of cosines and sines only.
+# Rotary positions (Su and others, arXiv:2104.09864): a pair of coordinates (i, i + D/2) is a point in the
+# plane, rotated by an angle that grows with the token's position. The models differ in the angles only.
+
+
+def apply_rotary(x, cos, sin):
+    """Rotate (with the helix, also stretch) the pairs of x (B, H, T, D), queries or keys; cos, sin (T, D/2)."""
+    a, b = x.chunk(2, dim=-1)  # (B, H, T, D) -> 2 x (B, H, T, D/2)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
+
+
+def rotary_frequencies(config, position):
+    """Radians per token of each pair i = 0 .. D/2 - 1: base^(-2i/D), from 1 down. -> (D/2,)"""
+    half = config.d_head // 2
+    i = torch.arange(half, dtype=position.dtype, device=position.device)
+    return config.rope_base ** (-i / half)
+
+
+def plain_rotary(config, position):
+    """Standard rotary positions: at position m, pair i has turned by m base^(-2i/D).
+
+    position (T,) -> cos, sin (T, D/2). The dot product of a rotated query and key then depends on the
+    distance of their tokens, not on where both stand.
+    """
+    angle = position[:, None] * rotary_frequencies(config, position)  # (T, 1), (D/2,) -> (T, D/2)
+    return angle.cos(), angle.sin()
 
 
 def spiral_rotary(config, position):
-    """Spiral rotary encoding (Nano paper III.B). For position m and pair i = 0 .. D/2 - 1:
+    """Spiral rotary encoding (Nano paper III.B): pair i turns faster by a factor of 1 + alpha sqrt((i+1)/(D/2)).
 
-        angle_i(m) = m * base^(-2i/D) * (1 + alpha * sqrt((i + 1) / (D/2)))
-
-    position (T,) -> cos, sin (T, D/2). alpha = 0 is standard rotary. The paper says that the fast pairs
-    (small i) get the larger boost; its formula gives it to the slow ones.
+    position (T,) -> cos, sin (T, D/2). Why: phases that "fan out" should tell distant positions apart more
+    easily. The paper says that the fast pairs (small i) get the larger boost; its formula, and this one, give
+    it to the slow ones. In our ablation it made no difference.
     """
-    half = config.head_width // 2
+    half = config.d_head // 2
     i = torch.arange(half, dtype=position.dtype, device=position.device)
-    theta = config.rope_base ** (-i / half) * (1 + config.alpha * ((i + 1) / half).sqrt())
-    angle = position[:, None] * theta  # (T, 1), (D/2,) -> (T, D/2)
+    theta = rotary_frequencies(config, position) * (1 + config.alpha * ((i + 1) / half).sqrt())
+    angle = position[:, None] * theta
     return angle.cos(), angle.sin()
 
 
@@ -143,30 +163,23 @@ def mirrored_rotary(config, position):
 def helix_rotary(config, position):
     """Helical rotary encoding, "SRPE" (helix paper 6.2, equations 11-16). For position p and pair j:
 
-        w     = base^(-2j/D)               angle per token in standard rotary encoding
+        w     = base^(-2j/D)               angle per token in standard rotary positions
         Theta = p w (1 + 1/k_s)            k_s = winding
         r     = 1 + a_s sin(f_s p w)       a_s = radial_amplitude, f_s = radial_frequency
 
-    position (T,) -> r cos Theta, r sin Theta (T, D/2). The paper speaks of two angles, p w and p w / k_s, but
-    only their sum is used: standard rotary, turning 1 + 1/k_s times as fast. New is the radius. It stretches
-    queries and keys, so scores depend on where both tokens stand, not only on their distance.
+    position (T,) -> r cos Theta, r sin Theta (T, D/2). Why: plain rotary has one scale, language has several
+    (parts of words, phrases, paragraphs). The paper speaks of two angles, p w and p w / k_s, but only their sum
+    is used: standard rotary, turning 1 + 1/k_s times as fast. New is the radius. It stretches queries and
+    keys, so scores depend on where both tokens stand. In our ablation it made no difference.
     """
-    half = config.head_width // 2
-    j = torch.arange(half, dtype=position.dtype, device=position.device)
-    turn = position[:, None] * config.rope_base ** (-j / half)  # (T, 1), (D/2,) -> (T, D/2)
+    turn = position[:, None] * rotary_frequencies(config, position)  # (T, 1), (D/2,) -> (T, D/2)
     angle = turn * (1 + 1 / config.winding)
     radius = 1 + config.radial_amplitude * (turn * config.radial_frequency).sin()
     return radius * angle.cos(), radius * angle.sin()
 
 
-def apply_rotary(x, cos, sin):
-    """Turn (with the helix, also stretch) the pairs of x (B, H, T, D), queries or keys; cos, sin (T, D/2)."""
-    a, b = x.chunk(2, dim=-1)  # (B, H, T, D) -> 2 x (B, H, T, D/2)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
-
-
 # ----------------------------------------------------------------------------------------------------------
-# Memory
+# Attention: first what it computes, then the fused kernel that computes it
 
 
 def at_least_float32(x):
@@ -174,85 +187,30 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class NoCache:
-    """The memory of a pass over whole sequences: nothing came before, and nothing is kept."""
+def attention_by_hand(q, k, v):
+    """Softmax attention of the last T of S tokens, each to itself and to those before: the definition.
 
-    length, capacity = 0, float("inf")
-
-    def append(self, name, x):
-        """x (B, K, T, D) -> x: the rows of this chunk are all rows."""
-        return x
-
-    def running_sum(self, name, x):
-        """x (B, T, ...) -> inclusive prefix sums over T, same shape, float32 or wider."""
-        return at_least_float32(x).cumsum(dim=1)
-
-    def advance(self, idx):
-        pass
-
-
-class Cache:
-    """The memory of decoding: each verb answers as if all chunks so far had come as one.
-
-    Rows are written in place into buffers of `capacity` tokens, made when a name is first used; sums are
-    carried over. All layers write at the same place, so `length` moves once, by `advance`, at the end of a
-    pass; new sums count from then on, too. A pass that fails halfway can therefore be repeated.
-    Made for decoding: no gradient flows through it. `dtype` is that of the rows, by default what comes.
+    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Query head h reads key/value head h // (H/K). The
+    model uses `causal_attention`, which gives the same without a (T, S) matrix; a test compares the two.
     """
-
-    def __init__(self, capacity, dtype=None):
-        self.capacity, self.dtype = capacity, dtype
-        self.reset()
-
-    def reset(self):
-        self.length = 0  # tokens so far
-        self.tokens = None  # (B, length): their ids, so that a full cache can be refilled
-        self.rows = {}  # name -> (B, K, capacity, D)
-        self.sums, self.new_sums = {}, {}  # name -> (B, 1, ...)
-
-    def append(self, name, x):
-        """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
-        B, K, T, D = x.shape
-        if name not in self.rows:
-            self.rows[name] = x.new_empty(B, K, self.capacity, D, dtype=self.dtype)
-        end = self.length + T
-        self.rows[name][:, :, self.length : end] = x.detach()
-        return self.rows[name][:, :, :end]
-
-    def running_sum(self, name, x):
-        """x (B, T, ...) -> prefix sums that go on from the tokens before, same shape, float32 or wider."""
-        total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
-        self.new_sums[name] = torch.stack([total[:, -1].detach()], dim=1)  # a copy, whatever the layout of x
-        return total
-
-    def advance(self, idx):
-        """All layers have seen the tokens idx (B, T): count them."""
-        self.tokens = torch.cat([idx] if self.tokens is None else [self.tokens, idx], dim=1)
-        self.length += idx.size(1)
-        self.sums.update(self.new_sums)
-
-
-def running_mean(past, name, x):
-    """Mean over all tokens up to and including each one. (B, T, n) -> the same shape, float32 or wider."""
-    count = torch.arange(past.length + 1, past.length + x.size(1) + 1, device=x.device)
-    return past.running_sum(name, x) / count[:, None]  # (B, T, n) / (T, 1)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Attention
+    T, S, group = q.size(2), k.size(2), q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (B, K, S, D) -> (B, H, S, D)
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
+    future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)  # query t is token S - T + t
+    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return weights @ v  # (B, H, T, S) @ (B, H, S, D) -> (B, H, T, D)
 
 
 def causal_attention(q, k, v):
-    """Softmax attention of the last T of S tokens, each over itself and those before.
+    """The same as `attention_by_hand`, fused: no (T, S) matrix in training.
 
-    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Query head h reads key/value head h // (H/K).
-    The fused kernels build no (T, S) matrix in training. (On CUDA, with K < H, this takes half precision and
-    a recent GPU.) A chunk that continues a text (1 < T < S) needs the causal triangle at the lower right;
-    `is_causal` would put it at the upper left. One token sees all.
+    A chunk that continues a sequence (1 < T < S) needs the causal triangle at the lower right; `is_causal`
+    would put it at the upper left. One token sees all. (On CUDA, with K < H, the fused kernels take half
+    precision and a recent GPU.)
     """
     T, S = q.size(2), k.size(2)
-    options = dict(attn_mask=(causal_lower_right(T, S) if 1 < T < S else None), is_causal=(1 < T == S),
-                   enable_gqa=(q.size(1) != k.size(1)))
+    mask = causal_lower_right(T, S) if 1 < T < S else None
+    options = {"attn_mask": mask, "is_causal": 1 < T == S, "enable_gqa": q.size(1) != k.size(1)}
     if not q.is_cpu:
         return F.scaled_dot_product_attention(q, k, v, **options)
     with torch.autocast("cpu", enabled=False):  # a CPU's fused kernel is faster in float32 than in bfloat16
@@ -271,28 +229,101 @@ def join_heads(x):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# The cache, and its stand-in for training
+
+
+class NoCache:
+    """The past of a pass over whole sequences: nothing came before, and nothing is kept."""
+
+    length, capacity = 0, float("inf")
+    whole = True  # each pass is over a whole sequence (token merging, for training only, needs that)
+
+    def append(self, name, x):
+        """x (B, K, T, D) -> x: the rows of this chunk are all rows."""
+        return x
+
+    def running_sum(self, name, x):
+        """x (B, T, ...) -> inclusive prefix sums over T, same shape, float32 or wider."""
+        return at_least_float32(x).cumsum(dim=1)
+
+    def advance(self, idx):
+        pass
+
+
+class Cache:
+    """The past in decoding: `append` and `running_sum` answer as if all chunks so far had come as one.
+
+    Rows are written in place into buffers of `capacity` tokens, made when a name is first used; sums are
+    carried over. All layers write at the same place, so `length` moves once, by `advance`, at the end of a
+    pass. Made for decoding: no gradient flows through it. `dtype` is that of the rows, by default that of
+    what is appended first.
+    """
+
+    whole = False
+
+    def __init__(self, capacity, dtype=None):
+        self.capacity, self.dtype = capacity, dtype
+        self.reset()
+
+    def reset(self):
+        self.length = 0  # tokens so far
+        self.tokens = None  # (B, length): their ids, so that a full cache can be refilled
+        self.rows = {}  # name -> (B, K, capacity, D)
+        self.sums = {}  # name -> (B, 1, ...)
+        self.new_sums = {}  # those of the pass under way: if it fails halfway, it can be repeated
+
+    def append(self, name, x):
+        """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
+        B, K, T, D = x.shape
+        if name not in self.rows:
+            self.rows[name] = x.new_empty(B, K, self.capacity, D, dtype=self.dtype)
+        end = self.length + T
+        self.rows[name][:, :, self.length : end] = x.detach()
+        return self.rows[name][:, :, :end]
+
+    def running_sum(self, name, x):
+        """x (B, T, ...) -> prefix sums that continue those of the tokens before, same shape, float32 or wider."""
+        total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
+        self.new_sums[name] = total[:, -1:].detach().clone()
+        return total
+
+    def advance(self, idx):
+        """Count the tokens idx (B, T), which all layers have seen."""
+        self.tokens = torch.cat([idx] if self.tokens is None else [self.tokens, idx], dim=1)
+        self.length += idx.size(1)
+        self.sums.update(self.new_sums)
+
+
+def running_mean(past, name, x):
+    """Mean over all tokens up to and including each one. (B, T, n) -> the same shape, float32 or wider."""
+    count = torch.arange(past.length + 1, past.length + x.size(1) + 1, device=x.device)
+    return past.running_sum(name, x) / count[:, None]  # (B, T, n) / (T, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Norms
 
 
 def rms_norm(config):
-    """y = gain * x / sqrt(mean(x^2) + eps), the mean over the last dimension (Nano paper III.A)."""
+    """y = weight * x / sqrt(mean(x^2) + eps), the mean over the last dimension (Nano paper III.A)."""
     return nn.RMSNorm(config.d_model, config.norm_eps)
 
 
 def unit_rms(x):
-    """x / sqrt(mean(x^2) + eps), no gain, in float32 or wider; eps is that type's machine epsilon (Silia)."""
+    """x / sqrt(mean(x^2) + eps), no weight, in float32 or wider; eps is that type's machine epsilon (Silia)."""
     return F.rms_norm(at_least_float32(x), x.shape[-1:]).type_as(x)
 
 
 def bare_rms_norm(config):
-    """No gain, so nothing to build: `unit_rms`, for the table of parts."""
+    """Return `unit_rms`, for the table of parts: without a weight there is nothing to build."""
     return unit_rms
 
 
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm of x + offset, where offset is a learned vector: "WiolaRMSNorm" (helix paper 5, equation 9).
 
-    Computed in float32: in bfloat16, 256 + 1 = 256.
+    Why: rescaling alone cannot move a layer's zero point, which deep stacks may need against collapse of
+    their states. Computed in float32: in bfloat16, 256 + 1 = 256.
     """
 
     def __init__(self, config):
@@ -305,8 +336,9 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Mixers: x (B, T, C), rotary tables, past, below -> (B, T, C); the only parts that look at other tokens.
-# `name` tells the memories of the layers apart; `below` are summaries of lower layers, if looks_below is set.
+# Mixers: x (B, T, C), rotary tables, past, summaries -> (B, T, C); the only parts that look at other tokens.
+# `name` tells the layers apart in the cache. `summaries` are running means of the outputs of the layers below,
+# (B, T, C) each; a model makes them only if its mixer says that it `reads_summaries`.
 
 
 class Attention(nn.Module):
@@ -315,12 +347,12 @@ class Attention(nn.Module):
         sum over s <= t of softmax_s(q_t . k_s / sqrt(D)) v_s,    and W_out joins the heads
     """
 
-    looks_below = False
+    reads_summaries = False
 
     def __init__(self, config, name):
         super().__init__()
-        self.name, self.d_head = name, config.head_width
-        self.sizes = [n * self.d_head for n in (config.n_head, config.kv_heads, config.kv_heads)]
+        self.name, self.d_head = name, config.d_head
+        self.sizes = [n * self.d_head for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
         self.qkv = nn.Linear(config.d_model, sum(self.sizes), bias=False)  # W_q, W_k, W_v in one product
         self.out = nn.Linear(self.sizes[0], config.d_model, bias=False)
 
@@ -329,12 +361,12 @@ class Attention(nn.Module):
         return [split_heads(y, self.d_head) for y in self.qkv(x).split(self.sizes, dim=-1)]
 
     def attend(self, q, k, v, past):
-        """Rotated queries and keys of this chunk, and its values -> what the heads read, (B, H, T, D)"""
+        """Rotated queries and keys of this chunk, and its values -> output of each head, (B, H, T, D)"""
         k = past.append(self.name + ".key", k)  # (B, K, T, D) -> (B, K, S, D)
         v = past.append(self.name + ".value", v)
         return causal_attention(q, k, v)
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         q, k, v = self.project(x)
         heads = self.attend(apply_rotary(q, *rotary), apply_rotary(k, *rotary), v, past)
         return self.out(join_heads(heads))
@@ -347,10 +379,12 @@ class GatedSpiralAttention(Attention):
         g_t = sigmoid(W_2 SiLU(W_1 c_t) + b_2)                 in (0, 1), one for each head
         head h: sum over s <= t of softmax_s(g_t^h q_t^h . k_s^h / sqrt(D)) v_s^h
 
-    A gate is an inverse temperature that the text so far decides: near 1 the head attends as usual, near 0 it
-    returns the plain mean of the values so far. (The paper says that it falls silent. It does not.) A sum and
-    a count are enough to go on from, so decoding has the same gates as training. And since g scales a whole
-    row of scores, g (q . k) = (g q) . k: folded into the query, it leaves the fused kernels usable.
+    Why: a head that does not help should be able to suppress itself, a soft selection of heads. In fact a gate
+    is an inverse temperature: near 1 the head attends as usual, near 0 it returns the plain mean of the values
+    so far (it does not fall silent). In our ablation models without it were as good.
+
+    A sum and a count are enough to continue from, so decoding has the same gates as training. And since g
+    scales a whole row of scores, g (q . k) = (g q) . k: folded into the query, the fused kernels still apply.
     """
 
     def __init__(self, config, name):
@@ -363,15 +397,15 @@ class GatedSpiralAttention(Attention):
             nn.Sigmoid(),
         ) if config.gate else None
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         q, k, v = self.project(x)
-        turned, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        rotated, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.gate is not None:
-            source = turned if self.after_rotary else q  # q: what the tokens are, not where they stand
+            source = rotated if self.after_rotary else q  # q: what the tokens are, not where they stand
             c = running_mean(past, self.name + ".query", source.mean(dim=1))  # (B, H, T, D) -> (B, T, D)
             g = self.gate(c.type_as(x))  # (B, T, D) -> (B, T, H)
-            turned = turned * g.transpose(1, 2)[..., None]  # g as (B, H, T, 1)
-        return self.out(join_heads(self.attend(turned, k, v, past)))
+            rotated = rotated * g.transpose(1, 2)[..., None]  # g as (B, H, T, 1)
+        return self.out(join_heads(self.attend(rotated, k, v, past)))
 
 
 class CrossLayerAttention(Attention):
@@ -381,139 +415,157 @@ class CrossLayerAttention(Attention):
         y   = W_out (sigmoid(W_gate x) * [o_1; ..; o_H])
 
     K and V come from the tokens so far; K' = W_K' s and V' = W_V' s from summaries s of the L layers below.
+    Why: a cheap way for layers to hand information on, for coherence over long texts. In our ablation models
+    without the summaries were as good.
+
     Token t sees L vectors, the running means up to t of those layers' outputs, as in the published code. The
     paper's mean over the whole sequence (equation 20) would show each token the future, and could not be
     cached. The queries are rotated and K' is not (equation 26): these scores depend on the absolute position.
-    The first layer has nothing below it: no blend, and W_K', W_V' and phi are idle in it.
+    The first layer has nothing below it: no blend, and W_K', W_V' and phi are unused in it.
     """
 
-    looks_below = True
+    reads_summaries = True
 
     def __init__(self, config, name):
         super().__init__(config, name)
         self.gate = nn.Linear(config.d_model, self.sizes[0], bias=False)
-        self.kv_below = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one product
+        self.kv_summary = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one product
         self.phi = nn.Parameter(torch.tensor(float(config.phi)))
 
-    def look_below(self, q, below):
+    def attend_to_summaries(self, q, summaries):
         """q (B, H, T, D), rotated; L summaries (B, T, C) -> (B, H, T, D): a token reads its own L vectors."""
-        summaries = torch.stack(below, dim=2).type_as(q)  # (B, T, L, C)
-        k, v = self.kv_below(summaries).unflatten(-1, (2, -1, self.d_head)).unbind(3)  # 2 x (B, T, L, K, D)
-        q = q.unflatten(1, (k.size(3), -1))  # (B, H, T, D) -> (B, K, G, T, D), G = H/K
+        s = torch.stack(summaries, dim=2).type_as(q)  # (B, T, L, C)
+        k, v = self.kv_summary(s).unflatten(-1, (2, -1, self.d_head)).unbind(3)  # 2 x (B, T, L, K, D)
+        q = q.unflatten(1, (k.size(3), -1))  # (B, H, T, D) -> (B, K, G, T, D)
         scores = torch.einsum("bkgtd,btlkd->bkgtl", q, k) / self.d_head**0.5
         weights = at_least_float32(scores).softmax(dim=-1).type_as(v)
         return torch.einsum("bkgtl,btlkd->bkgtd", weights, v).flatten(1, 2)
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         q, k, v = self.project(x)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         heads = self.attend(q, k, v, past)
-        if below:
+        if summaries:
             beta = self.phi.sigmoid()
-            heads = (1 - beta) * heads + beta * self.look_below(q, below)
+            heads = (1 - beta) * heads + beta * self.attend_to_summaries(q, summaries)
         return self.out(self.gate(x).sigmoid() * join_heads(heads))
 
 
 class HydraAttention(nn.Module):
-    """Hydra latent attention (Silia v2): even heads attend ("XLA"), odd heads sum ("AFT", arXiv:2105.14103).
-    n is the norm without gain, R the rotary; q, k, v of all heads come from one latent vector of width C,
-    W_qkv W_latent n(x), and W_out joins the heads.
+    """Hydra latent attention (Silia v2): two kinds of heads in turn. n is the norm without weight, R the rotary;
+    q, k, v of all heads come from one latent vector of width C, W_qkv W_latent n(x); W_out joins the heads.
 
-        even  a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
-              y_t = a_t without its part along v_t: what the token's own value does not say
-        odd   y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
+        even heads, "XLA": softmax attention, gated (arXiv:2505.06708) and exclusive (arXiv:2603.09078)
+              a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
+              y_t = a_t without its part along v_t
+        odd heads, "AFT": an attention-free transformer (arXiv:2105.14103)
+              y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
 
-    The odd heads remember two sums, however long the text is. No coordinate of n(k) is above sqrt(D), so exp
-    cannot overflow. Unlike other mixers this one norms its input itself, and it can change the width, from
-    d_in to d_out.
+    Why exclusive: a head's output tends to point along the token's own value, which the residual stream carries
+    anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two sums, a state
+    of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp cannot overflow.
+
+    Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
     """
+
+    reads_summaries = False
 
     def __init__(self, config, name, d_in=0, d_out=0):
         super().__init__()
-        self.name, self.d_head = name, config.head_width
-        d_in, inner = d_in or config.d_model, config.n_head * config.head_width
+        self.name, self.d_head = name, config.d_head
+        d_in, inner = d_in or config.d_model, config.n_head * config.d_head
         self.latent = nn.Linear(d_in, config.d_model, bias=False)
         self.qkv = nn.Linear(config.d_model, 3 * inner, bias=False)  # rows: head by head its q, k, v
         self.gate = nn.Linear(d_in, inner // 2)
         self.out = nn.Linear(inner, d_out or config.d_model, bias=False)
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         h = unit_rms(x)
-        # (B, T, 3*H*D) -> (B, T, H/2, 2, 3, D): pairs of heads; even, odd (B, T, H/2, 3, D): their q, k, v
-        even, odd = self.qkv(self.latent(h)).unflatten(-1, (-1, 2, 3, self.d_head)).unbind(3)
-        gate = self.gate(h).sigmoid().unflatten(-1, (-1, self.d_head))  # (B, T, H/2, D), as are q, k, v below
-        heads = [self.attend(*even.unbind(3), gate, rotary, past), self.sum(*odd.unbind(3), past)]
-        return self.out(torch.stack(heads, dim=3).flatten(2))  # interleaved again: (B, T, H*D)
+        qkv = self.qkv(self.latent(h)).unflatten(-1, (-1, 3, self.d_head))  # (B, T, 3*H*D) -> (B, T, H, 3, D)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (3, B, H, T, D), one by one
+        gate = split_heads(self.gate(h).sigmoid(), self.d_head)  # (B, T, H/2*D) -> (B, H/2, T, D)
+        even = self.softmax_heads(q[:, 0::2], k[:, 0::2], v[:, 0::2], gate, rotary, past)  # (B, H/2, T, D)
+        odd = self.sum_heads(q[:, 1::2], k[:, 1::2], v[:, 1::2], past)
+        heads = torch.stack([even, odd], dim=2).flatten(1, 2)  # in turn again: (B, H, T, D)
+        return self.out(join_heads(heads))
 
-    def attend(self, q, k, v, gate, rotary, past):
-        """Even heads: q, k, v, gate (B, T, H/2, D) -> y, the same shape"""
-        q, k, values = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H/2, T, D)
+    def softmax_heads(self, q, k, v, gate, rotary, past):
+        """Even heads: q, k, v, gate (B, H/2, T, D) -> y, the same shape"""
         q, k = unit_rms(apply_rotary(q, *rotary)), unit_rms(apply_rotary(k, *rotary))
-        k, values = past.append(self.name + ".key", k), past.append(self.name + ".value", values)
-        a = gate * causal_attention(q, k, values).transpose(1, 2)
+        keys, values = past.append(self.name + ".key", k), past.append(self.name + ".value", v)
+        a = gate * causal_attention(q, keys, values)
         own = F.normalize(at_least_float32(v), dim=-1).type_as(v)
         return a - (a * own).sum(dim=-1, keepdim=True) * own
 
-    def sum(self, q, k, v, past):
-        """Odd heads: q, k, v (B, T, H/2, D) -> y, the same shape"""
+    def sum_heads(self, q, k, v, past):
+        """Odd heads: q, k, v (B, H/2, T, D) -> y, the same shape"""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, T, H/2, D), as sums are kept
         weight = at_least_float32(unit_rms(k)).exp()
         total = past.running_sum(self.name + ".weight", weight)
         mean = past.running_sum(self.name + ".weighted", weight * v) / (total + 1e-6)
-        return unit_rms(q).sigmoid() * mean.type_as(q)
+        return (unit_rms(q).sigmoid() * mean.type_as(q)).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Feed-forwards: (B, T, C) -> (B, T, C), each token by itself.
+# Feed-forwards: (B, T, C) -> (B, T, C), each token by itself. The matrices that lead up are one product.
 
 
-class FeedForward(nn.Module):
-    """y = W_down inner(a, b, ...), where a, b, ... = W_a x, W_b x, ..., each F wide, in one product."""
+class GELU(nn.Module):
+    """W_down GELU(W_up x), the feed-forward of GPT-2 without biases. 2 C N parameters."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class SwiGLU(nn.Module):
+    """W_down (SiLU(gate) * up) (Shazeer, arXiv:2002.05202): the feed-forward of Llama. 3 C N parameters."""
 
     def __init__(self, config, width=0):
         super().__init__()
         width = width or config.d_ff
-        self.up = nn.Linear(config.d_model, self.inputs * width, bias=False)
+        self.up = nn.Linear(config.d_model, 2 * width, bias=False)
         self.down = nn.Linear(width, config.d_model, bias=False)
 
     def forward(self, x):
-        return self.down(self.inner(*self.up(x).chunk(self.inputs, dim=-1)))
+        gate, up = self.up(x).chunk(2, dim=-1)  # (B, T, 2*N) -> 2 x (B, T, N)
+        return self.down(F.silu(gate) * up)
 
 
-class Butterfly(FeedForward):
-    """W_down (SiLU(a) * b + bypass) (Nano paper III.D): a product and a linear path. 4 C F parameters."""
+class Butterfly(nn.Module):
+    """W_down (SiLU(gate) * up + bypass) (Nano paper III.D): a SwiGLU with a linear path. 4 C N parameters.
 
-    inputs = 3
+    Why: the bypass is to help gradients through when there are few layers. In our ablation a SwiGLU of as many
+    parameters (its N 4/3 as large) was as good.
+    """
 
-    def inner(self, a, b, bypass):
-        return F.silu(a) * b + bypass
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, 3 * config.d_ff, bias=False)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-
-class SwiGLU(FeedForward):
-    """W_down (SiLU(a) * b) (Shazeer, arXiv:2002.05202). 3 C F parameters: a butterfly's, at 4/3 of its F."""
-
-    inputs = 2
-
-    def inner(self, a, b):
-        return F.silu(a) * b
-
-
-class GELU(FeedForward):
-    """W_down GELU(a), the feed-forward of GPT-2 without biases. 2 C F parameters."""
-
-    inputs = 1
-
-    def inner(self, a):
-        return F.gelu(a)
+    def forward(self, x):
+        gate, up, bypass = self.up(x).chunk(3, dim=-1)  # (B, T, 3*N) -> 3 x (B, T, N)
+        return self.down(F.silu(gate) * up + bypass)
 
 
 class DualStream(nn.Module):
     """Two streams side by side, "DSFF" (helix paper 9): a = SwiGLU(x), narrow, and b = GELU(x), wide; of them
     alpha * a + (1 - alpha) * b, where alpha = sigmoid(W_f [a; b]) has one weight for each coordinate.
-    3 C F_a + 2 C F_b + 2 C^2 parameters, F_a = d_narrow, F_b = d_ff."""
+    3 C N_a + 2 C N_b + 2 C^2 parameters, N_a = d_narrow, N_b = d_ff.
+
+    Why: one stream for local patterns, one for the meaning of the whole, and each coordinate takes its share.
+    In our ablation one SwiGLU of as many parameters was as good.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.narrow, self.wide = SwiGLU(config, config.narrow_width), GELU(config)
+        self.narrow = SwiGLU(config, config.d_narrow)
+        self.wide = GELU(config)
         self.fuse = nn.Linear(2 * config.d_model, config.d_model, bias=False)
 
     def forward(self, x):
@@ -523,10 +575,49 @@ class DualStream(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Blocks: x (B, T, C), rotary tables, past, summaries -> (B, T, C)
+
+
+class PreNormBlock(nn.Module):
+    """x = x + Mixer(Norm(x)), then x = x + FFN(Norm(x)) (Llama; both Wiolas)."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.norm_1 = PARTS["norm"][config.norm](config)
+        self.mixer = PARTS["mixer"][config.mixer](config, str(layer))
+        self.norm_2 = PARTS["norm"][config.norm](config)
+        self.ffn = PARTS["ffn"][config.ffn](config)
+
+    def mix(self, x, rotary, past, summaries):
+        return self.mixer(x, rotary, past, summaries)
+
+    def forward(self, x, rotary, past, summaries=()):
+        x = x + self.mix(self.norm_1(x), rotary, past, summaries)
+        return x + self.ffn(self.norm_2(x))
+
+
+class SiliaBlock(nn.Module):
+    """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2).
+
+    Why: with few parameters, one kind of unit that mixes tokens and coordinates should do for both.
+    """
+
+    def __init__(self, config, layer):
+        super().__init__()
+        mixer = PARTS["mixer"][config.mixer]
+        self.unit_1 = mixer(config, f"{layer}.1", config.d_model, 2 * config.d_ff)
+        self.unit_2 = mixer(config, f"{layer}.2", config.d_ff, config.d_model)
+
+    def forward(self, x, rotary, past, summaries=()):
+        u, v = self.unit_1(x, rotary, past).chunk(2, dim=-1)  # (B, T, 2*N) -> 2 x (B, T, N)
+        return x + self.unit_2(u * F.silu(v), rotary, past)
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Token merging, "ATM" (helix paper 8). In training, two neighbours that are nearly the same go through the
-# mixer of a middle layer as one vector, their average, and both get its output: fewer tokens, less work. (The
-# feed-forward still sees them all.) But so the first of a pair sees the second, the very token that it is to
-# predict. The published method has this leak; here it is off unless a config asks for it.
+# mixer of a middle layer as one vector, their average, and both get its output. (The feed-forward still sees
+# them all.) Why: fewer tokens, less work. But so the first of a pair sees the second, the very token that it is
+# to predict. The published method has this leak; here it is off unless a config asks for it.
 
 
 def greedy_pairs(x, threshold):
@@ -537,7 +628,8 @@ def greedy_pairs(x, threshold):
     run decides, and the start is a running maximum. No loop over tokens.
     """
     x = at_least_float32(x)
-    dot, norm = torch.linalg.vecdot(x[:, 1:], x[:, :-1]), torch.linalg.vecdot(x, x).sqrt()
+    dot = torch.linalg.vecdot(x[:, 1:], x[:, :-1])  # (B, T - 1)
+    norm = torch.linalg.vecdot(x, x).sqrt()  # (B, T)
     similar = dot > threshold * norm[:, 1:] * norm[:, :-1]  # (B, T - 1): the cosine, without dividing
     similar = F.pad(similar, (1, 0))  # (B, T): like the token before? The first has none
     t = torch.arange(x.size(1), device=x.device)
@@ -545,71 +637,61 @@ def greedy_pairs(x, threshold):
     return (t - start) % 2 == 1
 
 
-def mix_merged(mixer, second, x, rotary, past, below):
+def take(x, index):
+    """Rows of x (B, T, C) by index (B, M) -> (B, M, C)"""
+    return x.gather(1, index[..., None].expand(-1, -1, x.size(-1)))
+
+
+def mix_merged(mixer, second, x, rotary, past, summaries):
     """The mixer on pairs merged into one; second (B, T) is True for a token that joins the one before it.
 
-    Merged tokens are numbered anew from 0, so they turn by smaller angles than at inference. A pair sees the
-    layers below as its last token does. Sequences that merge more are padded at the end, with zeros that no
+    Merged tokens are numbered anew from 0, so they are rotated by smaller angles than at inference. A pair
+    has the summaries of its last token. Sequences that merge more are padded at the end, with vectors that no
     token sees (attention is causal) and that are not copied back. With B = 1, for example,
 
-        second = [0 1 0 0 1]  ->  group = [0 0 1 2 2], M = 3, share = [½ ½ 1 ½ ½], last = [1 2 4]
+        second = [0 1 0 0 1]  ->  M = 3, first = [0 2 3], last = [1 2 4], group = [0 0 1 2 2]
     """
-    B, T, C = x.shape
-    group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair, or of itself if alone
-    M = int(group.max()) + 1
-    place = (group + M * torch.arange(B, device=x.device)[:, None]).flatten()  # (B*T): its row in (B*M, C)
-    share = 1 / place.bincount()[place].type_as(x)  # (B*T): 1, or 1/2 in a pair
-    merged = x.new_zeros(B * M, C).index_add(0, place, share[:, None] * x.flatten(0, 1))  # averages
-    token = torch.arange(B * T, device=x.device)
-    last = place.new_zeros(B * M).scatter_reduce(0, place, token, "amax")  # of each, its last token
-    below = [summary.flatten(0, 1).index_select(0, last).view(B, M, C) for summary in below]
-    mixed = mixer(merged.view(B, M, C), [table[:M] for table in rotary], past, below)
-    return mixed.flatten(0, 1).index_select(0, place).view(B, T, C)
+    M = int((~second).sum(dim=1).max())
+    first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): the first token of each pair, or the only
+    last = first + second.roll(-1, 1).gather(1, first)  # (B, M): one further, if that one joins it
+    merged = (take(x, first) + take(x, last)) / 2
+    summaries = [take(summary, last) for summary in summaries]
+    mixed = mixer(merged, [table[:M] for table in rotary], past, summaries)
+    group = (~second).cumsum(dim=1) - 1  # (B, T): the number of each token's pair
+    return take(mixed, group)
+
+
+class MergingBlock(PreNormBlock):
+    """A PreNormBlock that merges tokens in training; `merge_ratio` is the share that the last pass merged away,
+    the paper's mu."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.find_pairs = PARTS["token_merging"][config.token_merging]
+        self.merge_threshold = config.merge_threshold
+        self.merge_ratio = 0.0
+
+    def mix(self, x, rotary, past, summaries):
+        if not (self.training and past.whole):
+            return self.mixer(x, rotary, past, summaries)
+        second = self.find_pairs(x.detach(), self.merge_threshold)
+        self.merge_ratio = second.float().mean()
+        return mix_merged(self.mixer, second, x, rotary, past, summaries)
+
+
+def prenorm_block(config, layer):
+    """A PreNormBlock; with token merging, layers n/3 .. 2n/3 - 1 of n are MergingBlocks."""
+    middle = config.n_layer // 3 <= layer < 2 * config.n_layer // 3
+    merges = middle and config.token_merging != "off"
+    return MergingBlock(config, layer) if merges else PreNormBlock(config, layer)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Blocks
-
-
-class PreNormBlock(nn.Module):
-    """x = x + Mixer(Norm(x)), then x = x + FFN(Norm(x)) (both papers).
-
-    With token merging, layers n/3 .. 2n/3 - 1 of n merge, in training and never with a cache; `merge_ratio`
-    is then the share of tokens that the last pass merged away, the paper's mu.
-    """
-
-    def __init__(self, config, layer):
-        super().__init__()
-        middle = config.n_layer // 3 <= layer < 2 * config.n_layer // 3
-        self.find_pairs = PARTS["token_merging"][config.token_merging] if middle else None
-        self.merge_threshold, self.merge_ratio = config.merge_threshold, 0.0
-        self.norm_1 = PARTS["norm"][config.norm](config)
-        self.mixer = PARTS["mixer"][config.mixer](config, str(layer))
-        self.norm_2 = PARTS["norm"][config.norm](config)
-        self.ffn = PARTS["ffn"][config.ffn](config)
-
-    def forward(self, x, rotary, past, below=()):
-        h = self.norm_1(x)
-        if self.find_pairs and self.training and isinstance(past, NoCache):
-            second = self.find_pairs(h.detach(), self.merge_threshold)
-            self.merge_ratio = second.float().mean()
-            x = x + mix_merged(self.mixer, second, h, rotary, past, below)
-        else:
-            x = x + self.mixer(h, rotary, past, below)
-        return x + self.ffn(self.norm_2(x))
-
-
-class SiliaBlock(nn.Module):
-    """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2)."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.unit_1 = HydraAttention(config, f"{layer}.1", config.d_model, 2 * config.d_ff)
-        self.unit_2 = HydraAttention(config, f"{layer}.2", config.d_ff, config.d_model)
-
-    def forward(self, x, rotary, past, below=()):
-        u, v = self.unit_1(x, rotary, past).chunk(2, dim=-1)  # 2 x (B, T, F)
-        return x + self.unit_2(u * F.silu(v), rotary, past)
+# The table of parts: the choices for each field of ModelConfig that names one. A new part is one class (or
+# function) and one line here. They are called as
+#   position(config, position)    norm, ffn(config)    mixer(config, name)    block(config, layer)
+#   token_merging(x, threshold)   init(weight, std=std)
+# and in block="silia" mixer(config, name, d_in, d_out), since its units change the width.
 
 
 def truncated_normal(weight, std):
@@ -617,60 +699,173 @@ def truncated_normal(weight, std):
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
 
-# The choices for each field of ModelConfig that names a part. A new part is one class (or function) and one
-# line here. They are called as
-#   position(config, position)    norm, ffn(config)    mixer(config, name)    block(config, layer)
-#   token_merging(x, threshold)   init(weight, std=std)
 PARTS = {
-    "position": {"spiral": spiral_rotary, "mirrored": mirrored_rotary, "helix": helix_rotary},
+    "position": {"rotary": plain_rotary, "spiral": spiral_rotary, "mirrored": mirrored_rotary,
+                 "helix": helix_rotary},
     "norm": {"rms": rms_norm, "offset_rms": OffsetRMSNorm, "bare_rms": bare_rms_norm},
     "mixer": {"gated_spiral": GatedSpiralAttention, "cross_layer": CrossLayerAttention,
               "hydra": HydraAttention, "attention": Attention},
-    "ffn": {"butterfly": Butterfly, "dual_stream": DualStream, "swiglu": SwiGLU, "gelu": GELU},
-    "block": {"prenorm": PreNormBlock, "silia": SiliaBlock},
+    "ffn": {"gelu": GELU, "swiglu": SwiGLU, "butterfly": Butterfly, "dual_stream": DualStream},
+    "block": {"prenorm": prenorm_block, "silia": SiliaBlock},
     "token_merging": {"off": None, "paper": greedy_pairs},
     "init": {"truncated_normal": truncated_normal, "normal": nn.init.normal_, "pytorch": None},
 }
 
 
-def check(config):
+def check_config(c):
     """ValueError, in a sentence, if the fields of a ModelConfig do not go together."""
     for name, parts in PARTS.items():
-        if getattr(config, name) not in parts:
-            raise ValueError(f"{name}={getattr(config, name)!r} is unknown; choices: {', '.join(parts)}.")
-    positive = ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "winding",
-                "norm_eps", "embedding_std")
-    for name in positive:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} must be above 0, not {getattr(config, name)}.")
-    wrong = {
-        f"n_kv_head={config.n_kv_head} does not divide n_head={config.n_head}":
-            config.kv_heads < 1 or config.n_head % config.kv_heads,
-        f"n_head={config.n_head} does not divide d_model={config.d_model}; set d_head":
-            config.d_head == 0 and config.d_model % config.n_head,
-        f"d_head={config.head_width} must be even: positions turn pairs of coordinates":
-            config.head_width < 2 or config.head_width % 2,
-        f"d_narrow={config.d_narrow} with d_ff={config.d_ff} leaves no narrow stream":
-            config.ffn == "dual_stream" and config.narrow_width < 1,
-        f"n_kv_head={config.n_kv_head} is not for mixer='hydra': each head has its own":
-            config.mixer == "hydra" and config.kv_heads != config.n_head,
-        f"n_head={config.n_head} must be even with mixer='hydra': half attend, half sum":
-            config.mixer == "hydra" and config.n_head % 2,
-        f"block='silia' is made of mixer='hydra', not {config.mixer!r}":
-            config.block == "silia" and config.mixer != "hydra",
-        f"token_merging={config.token_merging!r} is not for block='silia'":
-            config.token_merging != "off" and config.block == "silia",
-        f"merge_threshold={config.merge_threshold} is a cosine, between -1 and 1":
-            not -1 <= config.merge_threshold <= 1,
-        f"lookback={config.lookback} must not be negative": config.lookback < 0,
-    }
-    for sentence, is_so in wrong.items():
-        if is_so:
-            raise ValueError(sentence + ".")
+        value = getattr(c, name)
+        need(value in parts, f"{name}={value!r} is unknown; choices: {', '.join(parts)}.")
+    for name in ("vocab_size", "context", "n_layer", "d_model", "n_head", "d_ff", "rope_base", "winding",
+                 "norm_eps", "embedding_std"):
+        need(getattr(c, name) > 0, f"{name} must be above 0, not {getattr(c, name)}.")
+    K, D = c.n_kv_head or c.n_head, c.d_head or c.d_model // c.n_head
+    need(K >= 1 and c.n_head % K == 0, f"n_kv_head={c.n_kv_head} does not divide n_head={c.n_head}.")
+    need(c.d_head or c.d_model % c.n_head == 0,
+         f"n_head={c.n_head} does not divide d_model={c.d_model}; set d_head.")
+    need(D >= 2 and D % 2 == 0, f"d_head={D} must be even: positions turn pairs of coordinates.")
+    need(c.ffn != "dual_stream" or (c.d_narrow or c.d_ff // 4) >= 1,
+         f"d_narrow={c.d_narrow} with d_ff={c.d_ff} leaves no narrow stream.")
+    hydra = issubclass(PARTS["mixer"][c.mixer], HydraAttention)
+    need(not hydra or K == c.n_head, f"n_kv_head={c.n_kv_head} is not for mixer={c.mixer!r}: each head has its own.")
+    need(not hydra or c.n_head % 2 == 0,
+         f"n_head={c.n_head} must be even with mixer={c.mixer!r}: half attend, half sum.")
+    need(c.block != "silia" or hydra, f"block='silia' is made of mixer='hydra', not {c.mixer!r}.")
+    need(c.block != "silia" or c.token_merging == "off",
+         f"token_merging={c.token_merging!r} is not for block='silia'.")
+    need(-1 <= c.merge_threshold <= 1, f"merge_threshold={c.merge_threshold} is a cosine, between -1 and 1.")
+    need(c.lookback >= 0, f"lookback={c.lookback} must not be negative.")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # The language model
+
+
+def chunked_cross_entropy(x, weight, targets):
+    """The mean cross-entropy of logits x W^T, 1,024 tokens at a time: never all logits at once.
+
+    x (B, T, C), weight (V, C), targets (B, T), -100 is ignored -> a number. The same as forming the logits,
+    in much less memory: with V = 32,000 they are the largest tensor of a training step.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # it has no rule of its own for this function
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    options = nn.LinearCrossEntropyOptions(acc_policy="accurate", chunking_method=None, batch_chunk_size=1024)
+    return F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm, and a head tied to the embedding: logits = Norm(x) E^T (Nano paper III.E)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False  # in training, recompute each block in backward: less memory
+        self.chunked_loss = False  # compute the loss piece by piece and no logits: much less memory
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        block = PARTS["block"][config.block]
+        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
+        self.norm = PARTS["norm"][config.norm](config)
+        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        reads = PARTS["mixer"][config.mixer].reads_summaries
+        self.lookback = min(config.lookback, config.n_layer - 1) if reads else 0
+        self.apply(self.init_weights)
+
+    def init_weights(self, module):
+        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0. Not Silia."""
+        fill = PARTS["init"][self.config.init]
+        if fill is None:
+            return
+        if isinstance(module, nn.Embedding):
+            fill(module.weight, std=self.config.embedding_std)
+        if isinstance(module, nn.Linear):
+            fill(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def head_weight(self):  # (V, C)
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def rotary(self, start, T):
+        """Tables (T, D/2) for positions start .. start + T - 1, in float32, or float64 in a float64 model.
+
+        Angles are large and must not be rounded: they are computed in float64, where the device has it.
+        """
+        weight = self.embedding.weight
+        exact = torch.float32 if weight.device.type == "mps" else torch.float64
+        position = torch.arange(start, start + T, device=weight.device, dtype=exact)
+        cos, sin = PARTS["position"][self.config.position](self.config, position)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return cos.to(dtype), sin.to(dtype)
+
+    def run_blocks(self, idx, past):
+        """Token ids (B, T) -> output of the last block (B, T, C)"""
+        rotary = self.rotary(past.length, idx.size(1))
+        x = self.embedding(idx)  # (B, T) -> (B, T, C)
+        if self.config.embedding_norm:
+            x = unit_rms(x)
+        summaries = []  # of the last `lookback` layers: running means of their outputs, (B, T, C) each
+        for layer, block in enumerate(self.blocks):
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(block, x, rotary, past, summaries, use_reentrant=False)
+            else:
+                x = block(x, rotary, past, summaries)
+            if self.lookback and layer < len(self.blocks) - 1:  # nothing above the last would read its summary
+                summaries = [*summaries, running_mean(past, f"{layer}.output", x)][-self.lookback:]
+        return x
+
+    def forward(self, idx, targets=None, cache=None, last_only=False):
+        """Token ids idx (B, T) -> logits (B, T, V), or (B, 1, V) with last_only; and the mean loss, or None.
+
+        targets (B, T): the token after each; -100 is ignored; nothing is shifted here. With chunked_loss and
+        targets, logits are None. With a cache, idx continues from where the last call stopped, and tokens are
+        never merged. ValueError when the context is exceeded.
+        """
+        T, past = idx.size(1), cache or NoCache()
+        limit = min(self.config.context, past.capacity)
+        need(1 <= T <= limit - past.length, f"{T} tokens after {past.length} do not fit a context of {limit}.")
+        x = self.run_blocks(idx, past)  # (B, T) -> (B, T, C)
+        past.advance(idx)
+        x = self.norm(x[:, -1:] if last_only else x)
+        if targets is not None and self.chunked_loss:
+            return None, chunked_cross_entropy(x, self.head_weight, targets)
+        logits = F.linear(x, self.head_weight)  # (B, T, C) -> (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())
+
+    def merge_ratio(self):
+        """The share of tokens that the last training pass merged away, a mean over the layers that merge."""
+        ratios = [block.merge_ratio for block in self.blocks if isinstance(block, MergingBlock)]
+        return float(sum(ratios) / max(1, len(ratios)))
+
+    @torch.no_grad()
+    def generate(self, prompt, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_ids=None,
+                 cache=None):
+        """Continue prompt (B, T): a generator that yields one column of new ids (B, 1) at a time.
+
+        Only ids below n_ids are drawn (None: all): a model may have more rows than its tokenizer has tokens.
+        Pass a cache to continue from an earlier call; prompt is then what the cache has not seen, beginning
+        with the last id that was drawn. When the context is full, or a prompt too long, the cache is filled
+        anew with the last half window: computing a full window at each step would be slow. With a sink_token,
+        the first prompt must begin with it; it stays in front.
+        """
+        cache = cache or Cache(self.config.context)
+        unread = prompt  # ids that the cache has not seen yet
+        for _ in range(max_new_tokens):
+            if cache.length + unread.size(1) > self.config.context:
+                everything = unread if cache.tokens is None else torch.cat([cache.tokens, unread], dim=1)
+                unread = everything[:, -max(1, self.config.context // 2):]
+                if self.config.sink_token:
+                    unread = torch.cat([everything[:, :1], unread[:, 1:]], dim=1)
+                cache.reset()
+            logits, _ = self(unread, cache=cache, last_only=True)
+            drawn = sample_token(logits[:, -1, :n_ids], temperature, top_k, top_p, generator)
+            yield drawn
+            unread = drawn
 
 
 def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -691,106 +886,3 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     mass_before[:, 0] = 0  # exactly, so that one token always stays
     probs = probs.masked_fill(mass_before >= top_p, 0)
     return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
-
-
-class LanguageModel(nn.Module):
-    """Embedding, blocks, norm, and a head tied to the embedding: logits = Norm(x) E^T (Nano paper III.E)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.gradient_checkpointing = False  # in training, recompute each block in backward: less memory
-        self.chunked_loss = False  # compute the loss piece by piece and no logits: much less memory
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        block = PARTS["block"][config.block]
-        self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
-        self.norm = PARTS["norm"][config.norm](config)
-        self.apply(self.init_weights)
-
-    def init_weights(self, module):
-        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0. Not Silia."""
-        if PARTS["init"][self.config.init] is None:
-            return
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            std = self.config.embedding_std if isinstance(module, nn.Embedding) else 0.02
-            PARTS["init"][self.config.init](module.weight, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-
-    def rotary(self, start, T):
-        """Tables (T, D/2) for positions start .. start + T - 1, in float32, or float64 in a float64 model.
-
-        Angles are large and must not be rounded: they are computed in float64, where the device has it.
-        """
-        weight = self.embedding.weight
-        exact = torch.float32 if weight.device.type == "mps" else torch.float64
-        position = torch.arange(start, start + T, device=weight.device, dtype=exact)
-        cos, sin = PARTS["position"][self.config.position](self.config, position)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        return cos.to(dtype), sin.to(dtype)
-
-    def forward(self, idx, targets=None, cache=None, last_only=False):
-        """Token ids idx (B, T) -> logits (B, T, V), or (B, 1, V) with last_only; and the mean loss, or None.
-
-        targets (B, T): the token after each; -100 is ignored; nothing is shifted here. With chunked_loss and
-        targets, logits are None. With a cache, idx goes on where the last call stopped. ValueError when the
-        context is exceeded.
-        """
-        T, past = idx.size(1), cache or NoCache()
-        limit = min(self.config.context, past.capacity)
-        if not 1 <= T <= limit - past.length:
-            raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
-        rotary = self.rotary(past.length, T)
-        x = self.embedding(idx)  # (B, T) -> (B, T, C)
-        if self.config.embedding_norm:
-            x = unit_rms(x)
-        below = []  # summaries of the layers just beneath: running means of their outputs, (B, T, C) each
-        for layer, block in enumerate(self.blocks):
-            if layer and self.config.layers_below:
-                summary = running_mean(past, f"{layer - 1}.output", x)  # x is still the output of that layer
-                below = [*below, summary][-self.config.layers_below:]
-            if self.gradient_checkpointing and self.training:
-                x = checkpoint(block, x, rotary, past, below, use_reentrant=False)
-            else:
-                x = block(x, rotary, past, below)
-        x = self.norm(x[:, -1:] if last_only else x)
-        past.advance(idx)
-        if targets is not None and self.chunked_loss:
-            device, weight = x.device.type, self.embedding.weight
-            if torch.is_autocast_enabled(device):  # it has no rule of its own for this function
-                x, weight = (y.to(torch.get_autocast_dtype(device)) for y in (x, weight))
-            options = nn.LinearCrossEntropyOptions(acc_policy="accurate", chunking_method=None,
-                                                   batch_chunk_size=1024)  # tokens at a time; by default 16
-            return None, F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
-        logits = F.linear(x, self.embedding.weight)  # (B, T, C) -> (B, T, V)
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())
-
-    def merge_ratio(self):
-        """The share of tokens that the last training pass merged away, a mean over the layers that merge."""
-        ratios = [block.merge_ratio for block in self.blocks if block.find_pairs]
-        return float(sum(ratios) / max(1, len(ratios)))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_ids=None,
-                 cache=None):
-        """Continue idx (B, T): a generator that yields one column of new ids (B, 1) at a time.
-
-        Only ids below n_ids are drawn (None: all): a model may have more rows than its tokenizer has tokens.
-        Pass a cache to go on from an earlier call; idx is then what the cache has not seen, beginning with
-        the last id that was drawn. What does not fit the context, be it a long prompt or a long story, is cut
-        to its last half window, which is read anew: a full window at each step would be slow. With a
-        sink_token, idx must begin with it; it stays in front.
-        """
-        cache = cache or Cache(self.config.context)
-        for _ in range(max_new_tokens):
-            if cache.length + idx.size(1) > self.config.context:
-                seen = idx if cache.tokens is None else torch.cat([cache.tokens, idx], dim=1)
-                idx = seen[:, -max(1, self.config.context // 2):]
-                if self.config.sink_token:
-                    idx = torch.cat([seen[:, :1], idx[:, 1:]], dim=1)
-                cache.reset()
-            logits, _ = self(idx, cache=cache, last_only=True)
-            idx = sample_token(logits[:, -1, :n_ids], temperature, top_k, top_p, generator)
-            yield idx

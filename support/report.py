@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from model import Cache, LanguageModel, NoCache
+from model import Cache, LanguageModel, MergingBlock, NoCache
 
 
 LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
@@ -87,15 +87,15 @@ def merging_line(model, ratio, batch_size):
 
     config, T, saved = model.config, model.config.context, 0
     passes = 4 if model.gradient_checkpointing else 3  # forward, again for backward; backward costs two
-    merging = [layer for layer, block in enumerate(model.blocks) if block.find_pairs]
+    merging = [layer for layer, block in enumerate(model.blocks) if isinstance(block, MergingBlock)]
     with torch.device("meta"):
         copy = LanguageModel(config).eval()
         whole = flops(copy, torch.zeros(1, T, dtype=torch.long))
         for layer in merging:
             for sign, n in ((1, T), (-1, round((1 - ratio) * T))):
-                x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.head_width // 2)
-                below = [x] * min(layer, config.layers_below)
-                saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), below)
+                x, tables = torch.zeros(1, n, config.d_model), torch.zeros(2, n, config.d_head // 2)
+                summaries = [x] * min(layer, model.lookback)
+                saved += sign * flops(copy.blocks[layer].mixer, x, tables, NoCache(), summaries)
     return (f"merged {ratio:.1%} of the tokens in {len(merging)} of {config.n_layer} layers, which saves "
             f"{passes * batch_size * saved / 1e9:.3g} GFLOP, {saved / whole:.1%} of a step (of the scores of "
             f"these layers alone it would be the paper's mu (2 - mu), {ratio * (2 - ratio):.1%})")

@@ -15,7 +15,8 @@ from model import (Cache, LanguageModel, ModelConfig, OffsetRMSNorm, greedy_pair
                    mix_merged)
 from test_model import (HELIX, check_600_tokens_in_bfloat16, check_bfloat16_autocast_trains, ids, in_chunks,
                         make)
-from train import TrainConfig, report_merging
+from support.report import budget, merging_line
+from train import TrainConfig
 
 MERGING = HELIX | {"n_layer": 6, "token_merging": "paper", "merge_threshold": 0.85}
 
@@ -41,15 +42,15 @@ def test_parameter_counts_are_those_of_the_published_code(size, count):
 
 
 def test_the_cache_of_360m_is_half_of_what_the_paper_writes():
-    budget = on_meta(published("360m")).budget(2048, torch.bfloat16)
-    assert budget["cache_bytes"] == 33_554_432  # 2 L H_kv d_h t 2 bytes; 67.1 MB would be float32
-    assert budget["state_bytes"] == 15 * 1024 * 4  # a running mean for each layer but the last, in float32
+    costs = budget(on_meta(published("360m")), 2048, torch.bfloat16)
+    assert costs["cache_bytes"] == 33_554_432  # 2 L H_kv d_h t 2 bytes; 67.1 MB would be float32
+    assert costs["state_bytes"] == 15 * 1024 * 4  # a running mean for each layer but the last, in float32
 
 
 def test_grouped_heads_save_projections_but_no_scores():
     """Equation 40 says that the scores of H queries and K keys cost (H + K) / 2H of those of H and H."""
     def flops(n_kv_head, length):
-        return make(mixer="attention", n_kv_head=n_kv_head).budget(length)["flops_per_token"]
+        return budget(make(mixer="attention", n_kv_head=n_kv_head), length)["flops_per_token"]
 
     assert flops(4, 48) - flops(4, 1) == flops(1, 48) - flops(1, 1) == 2 * 2 * 3 * 24 * 47  # scores and sums
     assert flops(4, 1) - flops(1, 1) == 2 * 3 * 24 * 2 * (4 - 1) * 6  # projections
@@ -85,7 +86,7 @@ def twin(model, tokens):
     In training mode with token merging. Summaries are running means, each taken anew.
     """
     c, E = model.config, model.embedding.weight
-    D, H, half = c.head_width, c.n_head, c.head_width // 2
+    D, H, half = c.d_head, c.n_head, c.d_head // 2
     sigmoid = torch.sigmoid
 
     def norm(module, x):
@@ -108,13 +109,13 @@ def twin(model, tokens):
 
     def mixer(m, x, contexts):
         W_q, W_k, W_v = m.qkv.weight.split(m.sizes)
-        W_kc, W_vc = m.kv_below.weight.chunk(2)
+        W_kc, W_vc = m.kv_summary.weight.chunk(2)
         heads = lambda W, v: (W @ v).view(-1, D)
         out = []
         for t, x_t in enumerate(x):
             read = []
             for h in range(H):
-                g = h // (H // c.kv_heads)
+                g = h // (H // c.n_kv_head)
                 q = rotate(heads(W_q, x_t)[h], t)
                 o = attend(q, [rotate(heads(W_k, x[s])[g], s) for s in range(t + 1)],
                            [heads(W_v, x[s])[g] for s in range(t + 1)])
@@ -161,7 +162,7 @@ def test_token_merging_agrees_with_a_loop_logits_and_gradients():
     """Two sequences that merge differently, so that one of them is padded."""
     model, x, y = make(**MERGING).train(), ids(2, 12), ids(2, 12, seed=2)
     logits, loss = model(x, y)
-    ratios = [block.merge_ratio for block in model.blocks]
+    ratios = [getattr(block, "merge_ratio", 0) for block in model.blocks]
     assert [r > 0 for r in ratios] == [False, False, True, True, False, False]  # the middle third
     assert 0 < model.merge_ratio() < 0.5
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -170,7 +171,7 @@ def test_token_merging_agrees_with_a_loop_logits_and_gradients():
     expected = torch.autograd.grad(F.cross_entropy(slow.flatten(0, 1), y.flatten()), list(model.parameters()),
                                    allow_unused=True)
     for (name, _), ours, theirs in zip(model.named_parameters(), gradients, expected):
-        if name in ("blocks.0.mixer.phi", "blocks.0.mixer.kv_below.weight"):
+        if name in ("blocks.0.mixer.phi", "blocks.0.mixer.kv_summary.weight"):
             assert ours is None and theirs is None  # idle: nothing is below the first layer
         else:
             assert (ours - theirs).abs().max() < 1e-9
@@ -207,8 +208,8 @@ def test_two_winding_angles_are_one_and_the_radius_is_small():
 
 def test_a_lookback_beyond_the_first_layer_ends_there():
     far, all_layers = make(**HELIX | {"lookback": 10**9}), make(**HELIX | {"lookback": 2})
-    assert far.config.layers_below == 2 and torch.equal(far(ids())[0], all_layers(ids())[0])
-    assert make(lookback=3).config.layers_below == 0  # gated spiral attention does not look below
+    assert far.lookback == 2 and torch.equal(far(ids())[0], all_layers(ids())[0])
+    assert make(lookback=3).lookback == 0  # gated spiral attention reads no summaries
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -263,8 +264,8 @@ def test_merging_averages_pairs_numbers_them_anew_and_copies_back():
     x = similar_rows(3, 20, 0.4).double().requires_grad_()
     second, seen = greedy_pairs(x, 0.92), {}
 
-    def mixer(merged, rotary, past, below):
-        seen.update(merged=merged, rotary=rotary, below=below)
+    def mixer(merged, rotary, past, summaries):
+        seen.update(merged=merged, rotary=rotary, summaries=summaries)
         return merged * 2
 
     tables = (torch.arange(20.0)[:, None],) * 2
@@ -277,7 +278,7 @@ def test_merging_averages_pairs_numbers_them_anew_and_copies_back():
         for k, group in enumerate(groups):
             mean = x[b, group].mean(dim=0)
             assert torch.allclose(seen["merged"][b, k], mean, atol=1e-12)
-            assert torch.equal(seen["below"][0][b, k], x[b, group[-1]] * 10)
+            assert torch.equal(seen["summaries"][0][b, k], x[b, group[-1]] * 10)
             assert all(torch.allclose(out[b, t], 2 * mean, atol=1e-12) for t in group)
     out.sum().backward()
     assert torch.allclose(x.grad, torch.full_like(x, 2.0))  # nothing flows from padding, nothing gets lost
@@ -344,7 +345,7 @@ def test_merging_saves_what_the_report_says():
     scores = 2 * 2 * H * D
     per_layer = linear * (T - T // 2) + scores * (T * T - (T // 2) ** 2)
     assert counted[False] - counted[True] == 2 * 2 * per_layer  # sequences, layers
-    line = report_merging(model, 0.5, batch_size=2)
+    line = merging_line(model, 0.5, batch_size=2)
     assert f"{3 * 2 * 2 * per_layer / 1e9:.3g} GFLOP," in line and "75.0%" in line and "2 of 6 layers" in line
     assert f"{2 * 2 * per_layer / counted[False]:.1%} of a step" in line
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import (Cache, LanguageModel, ModelConfig, NoCache, apply_rotary, causal_attention, running_mean,
-                   sample_token)
+from model import (PARTS, Cache, HydraAttention, LanguageModel, ModelConfig, NoCache, apply_rotary,
+                   attention_by_hand, causal_attention, running_mean, sample_token)
+from support.report import budget
 
 # The helix family; its parts alone are in VARIANTS.
 HELIX = {"position": "helix", "mixer": "cross_layer", "n_head": 4, "n_kv_head": 2, "ffn": "dual_stream",
@@ -22,6 +23,8 @@ SILIA = {"position": "mirrored", "alpha": 0.0, "mixer": "hydra", "norm": "bare_r
 VARIANTS = {
     "nano": {},
     "alpha_0": {"alpha": 0.0},
+    "rotary": {"position": "rotary"},
+    "untied": {"tie_embeddings": False},
     "no_gate": {"gate": False},
     "gate_after_rotary": {"gate_after_rotary": True},
     "swiglu": {"ffn": "swiglu"},
@@ -95,20 +98,52 @@ def test_a_butterfly_is_a_gated_unit_of_width_8_3_not_4():
 def test_budget_counts_parameters_rows_sums_and_flops():
     with torch.device("meta"):
         model = LanguageModel(ModelConfig())
-    budget = model.budget(1024, torch.bfloat16)
-    assert sum(budget["parameters"].values()) == 12_915_888
-    assert budget["parameters"]["mixer.gate"] == 6 * 328
-    assert budget["cache_bytes"] == 6_291_456  # the paper's 2 L T d, in half precision
-    assert budget["state_bytes"] == 192 * 4  # the paper's L d_h values, in float32 whatever the dtype
+    costs = budget(model, 1024, torch.bfloat16)
+    assert sum(costs["parameters"].values()) == 12_915_888
+    assert costs["parameters"]["mixer.gate"] == 6 * 328
+    assert costs["cache_bytes"] == 6_291_456  # the paper's 2 L T d, in half precision
+    assert costs["state_bytes"] == 192 * 4  # the paper's L d_h values, in float32 whatever the dtype
     C, F_, D, H, V = 256, 512, 32, 8, 32000
     per_layer = 4 * C * C + D * H + H * H + 4 * C * F_ + 2 * 1024 * C  # products of the last of 1024 tokens
-    assert budget["flops_per_token"] == 2 * (6 * per_layer + V * C)
-    assert model.budget(512)["cache_bytes"] == 6_291_456  # half the tokens, twice the bytes
-    assert model.budget(1)["flops_per_token"] < budget["flops_per_token"]
+    assert costs["flops_per_token"] == 2 * (6 * per_layer + V * C)
+    assert budget(model, 512)["cache_bytes"] == 6_291_456  # half the tokens, twice the bytes
+    assert budget(model, 1)["flops_per_token"] < costs["flops_per_token"]
+
+
+def test_zeros_in_the_config_are_resolved_once():
+    config = ModelConfig(d_model=96, n_head=4, d_ff=100)
+    assert (config.n_kv_head, config.d_head, config.d_narrow) == (4, 24, 25)
+    assert ModelConfig(**vars(config)) == config
+
+
+def test_an_untied_head_is_a_matrix_of_its_own_and_learns():
+    """The published Nano has that switch; so both are in the count, and both get a gradient."""
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig(tie_embeddings=False))
+    assert sum(p.numel() for p in model.parameters()) == 12_915_888 + 32_000 * 256
+    assert budget(model)["parameters"]["head"] == 32_000 * 256
+    model, x, y = make(tie_embeddings=False), ids(), ids(seed=2)
+    for model.chunked_loss in (False, True):
+        model.zero_grad()
+        model.float()(x, y)[1].backward()
+        assert model.head.weight.grad.abs().max() > 0 and model.embedding.weight.grad.abs().max() > 0
+
+
+def test_a_mixer_of_ones_own_is_one_class_and_one_line_in_the_silia_block_too(monkeypatch):
+    """The Silia block once named its mixer itself, so that a changed one was silently not used."""
+    class Louder(HydraAttention):
+        def forward(self, *arguments):
+            return 2 * super().forward(*arguments)
+
+    usual, x = make(**SILIA), ids()
+    monkeypatch.setitem(PARTS["mixer"], "louder", Louder)
+    louder = make(**SILIA | {"mixer": "louder"})
+    assert type(louder.blocks[0].unit_2) is Louder and (louder(x)[0] - usual(x)[0]).abs().max() > 0.1
+    assert (in_chunks(louder, x, [1, 7, 32]) - louder(x)[0]).abs().max() < 1e-10
 
 
 def test_grouped_heads_shrink_the_cache():
-    full, grouped = (make(n_kv_head=n).budget(48)["cache_bytes"] for n in (4, 1))
+    full, grouped = (budget(make(n_kv_head=n), 48)["cache_bytes"] for n in (4, 1))
     assert full == 4 * grouped
 
 
@@ -232,7 +267,7 @@ def twin(model, tokens):
     and the mean is taken anew for each token.
     """
     c, E, logits = model.config, model.embedding.weight, []
-    D, H, half = c.head_width, c.n_head, c.head_width // 2
+    D, H, half = c.d_head, c.n_head, c.d_head // 2
     norm = lambda gain, v: gain * v / torch.sqrt((v * v).mean() + c.norm_eps)
 
     def rotate(v, m):
@@ -255,7 +290,7 @@ def twin(model, tokens):
             g = torch.sigmoid(W_2 @ F.silu(W_1 @ c_t) + b_2)
             out = []
             for h in range(H):
-                kv = h // (H // c.kv_heads)
+                kv = h // (H // c.n_kv_head)
                 turned = rotate(q[t][h], t)
                 scores = [g[h] * (turned @ rotate(k[s][kv], s)) / math.sqrt(D) for s in range(t + 1)]
                 weights = torch.softmax(torch.stack(scores), dim=0)
@@ -275,8 +310,9 @@ def test_agrees_with_a_loop_over_tokens(changes):
     assert (model(x)[0][0] - twin(model, x[0].tolist())).abs().max() < 1e-9
 
 
-def test_alpha_0_is_standard_rotary():
-    model = make(alpha=0.0, d_head=8)
+@pytest.mark.parametrize("changes", [{"alpha": 0.0}, {"position": "rotary"}], ids=str)
+def test_alpha_0_is_standard_rotary(changes):
+    model = make(d_head=8, **changes)
     cos, sin = model.rotary(5, 3)
     for row, m in enumerate((5, 6, 7)):
         for i in range(4):
@@ -337,6 +373,7 @@ def test_attention_against_an_explicit_mask(T, S, K):
     q = torch.randn(2, 4, T, 6, dtype=torch.float64, generator=g)
     k, v = torch.randn(2, 2, K, S, 6, dtype=torch.float64, generator=g)
     out = causal_attention(q, k, v)
+    assert torch.allclose(out, attention_by_hand(q, k, v), atol=1e-12)  # the six lines say what it computes
     for h in range(4):
         scores = q[:, h] @ k[:, h // (4 // K)].mT / math.sqrt(6)
         for t in range(T):

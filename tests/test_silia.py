@@ -13,6 +13,7 @@ from support import settings
 import train
 from model import Cache, LanguageModel, ModelConfig, NoCache, unit_rms
 from test_model import SILIA, ids, make
+from support.report import budget
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +36,7 @@ def test_the_published_shape_has_524672_parameters_in_31_tensors():
 def test_half_of_the_heads_keep_rows_and_half_two_sums_each():
     with torch.device("meta"):
         model = LanguageModel(published()[1])
-    short, long = model.budget(512), model.budget(1024)
+    short, long = budget(model, 512), budget(model, 1024)
     assert long["cache_bytes"] == 2 * short["cache_bytes"] == 6 * 2 * 64 * 1024 * 4  # units, keys and values
     assert long["state_bytes"] == short["state_bytes"] == 6 * 2 * 64 * 4  # units, sums
     cache = Cache(48)
@@ -46,7 +47,7 @@ def test_half_of_the_heads_keep_rows_and_half_two_sums_each():
 def twin(model, tokens):
     """Logits of Silia, written from its description as loops over units, tokens and heads."""
     c, E = model.config, model.embedding.weight
-    D, eps = c.head_width, torch.finfo(E.dtype).eps
+    D, eps = c.d_head, torch.finfo(E.dtype).eps
     norm = lambda v: v / torch.sqrt((v * v).mean() + eps)
 
     def rotate(v, p):
@@ -107,9 +108,9 @@ def test_rotary_turns_the_other_way():
 
 def test_an_even_head_says_nothing_along_its_own_value():
     unit, g = make(**SILIA).blocks[0].unit_1, torch.Generator().manual_seed(0)
-    q, k, v, gate = torch.randn(4, 2, 9, 1, 12, dtype=torch.float64, generator=g)  # (B, T, H/2, D) each
+    q, k, v, gate = torch.randn(4, 2, 1, 9, 12, dtype=torch.float64, generator=g)  # (B, H/2, T, D) each
     rotary = make(**SILIA).rotary(0, 9)
-    y = unit.attend(q, k, v, gate, rotary, NoCache())
+    y = unit.softmax_heads(q, k, v, gate, rotary, NoCache())
     assert (y * v).sum(dim=-1).abs().max() < 1e-12 and y.abs().max() > 0.1
 
 
