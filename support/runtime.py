@@ -1,14 +1,15 @@
-"""Device and dtype, compilation, memory, signals, the ends of scripts."""
+"""
+Device and dtype, compilation, memory, signals, the ends of scripts.
+
+PyTorch takes seconds to import, so only the functions that need it do: `run_main` serves scripts that answer
+--help at once.
+"""
 
 import contextlib
 import ctypes
 import os
 import signal
 import sys
-
-import torch
-
-from model import Cache
 
 
 def choose_device(device, dtype):
@@ -17,6 +18,8 @@ def choose_device(device, dtype):
     auto: CUDA, else Apple's MPS, else CPU; then bfloat16 where the GPU has it (compute capability 8.0),
     float16 on an older one, float32 everywhere else.
     """
+    import torch
+
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         device = next(name for name in present if present[name])
@@ -55,7 +58,7 @@ def keep_freed_memory():
 
 @contextlib.contextmanager
 def interruptible():
-    """Yields a list that the first Ctrl-C (or kill) only appends to; a second one acts at once."""
+    """Yield a list that the first Ctrl-C (or kill) only appends to; a second one acts at once."""
     stop, before = [], {}
 
     def note(number, frame):
@@ -83,6 +86,8 @@ def compile_training(model, config, device, autocast, batch):
 
     Not worth it with token merging: how many tokens are left is another number each time.
     """
+    import torch
+
     worth_it = device.type == "cuda" and model.config.token_merging == "off"
     if config.compile == "off" or (config.compile == "auto" and not worth_it):
         return model
@@ -113,6 +118,7 @@ def compile_decoding(model, cache):
     It takes a quarter of a minute on two CPU cores; then a token takes half the time. Prompts are read as
     before. ValueError where it fails: if there is no C++ compiler, for example.
     """
+    import torch
     import torch._inductor.config as inductor
 
     inductor.freezing = True
@@ -134,6 +140,10 @@ def compile_decoding(model, cache):
 
 def prepare_decoding(model, compiled=False):
     """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
+    import torch
+
+    from model import Cache
+
     weight = model.embedding.weight
     # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
     cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
@@ -144,17 +154,40 @@ def prepare_decoding(model, compiled=False):
     return cache
 
 
-def run_main(main):
-    """Call a script's main() and end the way users expect: an error is one sentence on stderr, Ctrl-C is quiet."""
+def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size"):
+    """Call a script's main() and end as users expect: an error is one sentence on stderr, with exit status 1.
+
+    interrupted  what Ctrl-C prints on stderr, if anything; it ends the script with `status`
+    advice       what to do when memory runs out
+    """
     if sys.stdout:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         main()
         if sys.stdout:
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, where an error can still be reported
     except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error_sentence(error)}")
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        sys.exit(f"error: out of memory; {advice}.")
     except KeyboardInterrupt:
-        sys.exit(130)
+        if interrupted:
+            print(interrupted, file=sys.stderr)
+        sys.exit(status)
+
+
+def error_sentence(error):
+    """What an exception says. The system's own OSErrors say a number first: here it is the file's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'output'}: {error.strerror}."
+    return str(error)
+
+
+def out_of_memory(error):
+    """Whether memory ran out, on the CPU or on a GPU. PyTorch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or bool(torch and isinstance(error, torch.OutOfMemoryError))

@@ -3,28 +3,41 @@ Settings: the fields of dataclasses, filled by a file of plain assignments and t
 
     python train.py config/nano.py --lr=1e-3 --max_steps 500 --gate=false --resume
 
-`read_settings` is all that a script needs. A name that no dataclass has is an error that suggests the nearest one, in
-the file as on the command line; values are checked against the field's type. `--help` reads the meaning of
-each field from the comment behind it, so that it is written once, where the field is.
+`read_settings` is all that train.py needs. A name that no dataclass has is an error that suggests the nearest
+one, in the file as on the command line; values are checked against the field's type. `--help` reads the meaning
+of each field from the comment behind it, so that it is written once, where the field is. The scripts with a few
+options of their own use `CommandLine`.
 """
 
+import argparse
 import ast
 import difflib
 import inspect
-import math
 import re
 import sys
 from dataclasses import fields
 from pathlib import Path
 
+from support import need
+
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class CommandLine(argparse.ArgumentParser):
+    """argparse without abbreviations, and with ValueError for a mistake: `run_main` makes a sentence of it."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):
+        raise ValueError(message)
 
 
 def read_settings(arguments, *classes):
     """Make an instance of each dataclass from a command line: [FILE] [--key=value | --key value | --flag] ...
 
-    Returns (path of the config file or None, instances in the order of classes). Prints and exits on --help;
-    raises ValueError, a sentence for the user, on anything it does not understand.
+    Return (path of the config file or None, instances in the order of classes). Print and exit on --help;
+    raise ValueError, a sentence for the user, on anything that is not understood.
     """
     known = {field.name: field for cls in classes for field in fields(cls)}
     file, given, help_wanted = split_command_line(arguments, known)
@@ -37,8 +50,15 @@ def read_settings(arguments, *classes):
 
 
 def split_command_line(arguments, known):
-    """Split a command line into (config file or None, {name: value}, whether help was asked for)."""
-    file, given, help_wanted, rest = None, {}, False, list(arguments)
+    """Split a command line into (config file or None, {name: value}, whether help was asked for).
+
+    argparse would not do: in `--resume config/tiny.py` it takes the file for the value of the flag, and in
+    `--phi -1e-3` the number for an option.
+    """
+    file = None
+    given = {}
+    help_wanted = False
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if word in ("-h", "--help"):
@@ -46,18 +66,20 @@ def split_command_line(arguments, known):
         elif word.startswith("--"):
             name, equals, text = word[2:].partition("=")  # at the first "=": values may contain more
             field = find_field(name, known, "--")
-            if not equals and field.type is bool and not (rest and rest[0].lower() in WORDS):
-                text = "true"  # a bare --flag
-            elif not equals:
-                if not rest or rest[0].startswith("--"):
-                    raise ValueError(f"--{name} needs a value ({field.type.__name__}).")
-                text = rest.pop(0)
-            given[name] = convert(name, field.type, text)
-        elif word.startswith("-") or file is not None:
-            raise ValueError(f"{word!r} is not understood: options are --key=value, after one config file.")
+            given[name] = convert(name, field.type, text if equals else next_value(field, rest))
         else:
+            need(not word.startswith("-") and file is None,
+                 f"{word!r} is not understood: options are --key=value, after one config file.")
             file = Path(word)
     return file, given, help_wanted
+
+
+def next_value(field, rest):
+    """Take the value of a `--name` without "=" from the words that follow it. A flag may do without."""
+    if field.type is bool and not (rest and rest[0].lower() in WORDS):
+        return "true"
+    need(rest and not rest[0].startswith("--"), f"--{field.name} needs a value ({field.type.__name__}).")
+    return rest.pop(0)
 
 
 def find_field(name, known, prefix=""):
@@ -77,14 +99,15 @@ def convert(name, kind, text):
         if kind is int:
             return check_type(name, int, int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text))
         return check_type(name, kind, kind(text))
-    except (KeyError, ValueError, OverflowError):
+    except (KeyError, ValueError):
         raise ValueError(f"--{name} takes a value of type {kind.__name__}, not {text!r}.") from None
 
 
 def check_type(name, kind, value):
     """`value` in the type `kind`: whole floats pass as int, ints as float; nothing else is converted."""
     if kind in (int, float):
-        if type(value) in (int, float) and math.isfinite(value) and kind(value) == value:
+        # Not math.isfinite, which stumbles over integers beyond every float.
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max and kind(value) == value:
             return kind(value)
     elif type(value) is kind:
         return value
@@ -92,7 +115,7 @@ def check_type(name, kind, value):
 
 
 def read_config_file(path, known):
-    """The assignments `name = value` of a config file. Values are literals; nothing in it is executed."""
+    """Read the assignments `name = value` of a config file. Values are literals; nothing in it is executed."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -103,21 +126,26 @@ def read_config_file(path, known):
         raise ValueError(f"cannot read the config file {path}: {error}") from None
     values = {}
     for node in tree.body:
-        where = f"{path}, line {node.lineno}"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        if not isinstance(target, ast.Name):
-            raise ValueError(f"{where}: a config file holds assignments `name = value` only.")
-        name = target.id
         try:
-            field = find_field(name, known)
-            values[name] = check_type(name, field.type, ast.literal_eval(node.value))
-        except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            plain = "a value is a plain number, string, True or False."
-            message = error if type(error) is ValueError and "malformed" not in str(error) else plain
-            raise ValueError(f"{where}: {message}") from None
+            name, value = read_assignment(node, known)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {node.lineno}: {error}") from None
+        values[name] = value
     return values
+
+
+def read_assignment(node, known):
+    """A syntax tree of `name = value` -> (name, value), the value in the type of its field."""
+    target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+    need(isinstance(target, ast.Name), "a config file holds assignments `name = value` only.")
+    field = find_field(target.id, known)
+    try:
+        value = ast.literal_eval(node.value)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise ValueError("a value is a plain number, string, True or False.") from None
+    return field.name, check_type(field.name, field.type, value)
 
 
 def help_text(classes, values):

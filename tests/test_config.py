@@ -40,6 +40,7 @@ def load(*words):
     (["--ripe", "no"], Fruit(ripe=False)),
     (["--ripe=True"], Fruit(ripe=True)),
     (["--apples=1", "--apples=2"], Fruit(apples=2)),
+    (["--sugar", "-1e-3"], Fruit(sugar=-1e-3)),  # argparse takes this for an option
 ], ids=str)
 def test_command_line(words, expected):
     result = load(*words)
@@ -71,12 +72,17 @@ def test_a_file_sets_and_the_command_line_overrides(tmp_path):
     assert bowl == Fruit(apples=9, sugar=2.0, ripe=True)
 
 
+def test_a_flag_before_the_file_does_not_take_it_for_its_value(tmp_path):
+    (tmp_path / "bowl.py").write_text("apples = 4", encoding="utf-8")
+    assert load("--ripe", str(tmp_path / "bowl.py")) == Fruit(apples=4, ripe=True)
+
+
 @pytest.mark.parametrize("text, message", [
     ("aples = 4", "line 1: unknown setting aples; did you mean apples"),
     ("\napples = 'x'", "line 2: apples takes a value of type int"),
     ("apples = True", "type int"), ("ripe = 1", "type bool"), ("sugar = 1e999", "type float"),
     ("import os", "assignments"), ("apples = open('x')", "plain number"), ("a = b = 1", "assignments"),
-    ("apples =", "cannot read"),
+    ("apples =", "cannot read"), ("sugar = 1" + "0" * 400, "type float"), ("apples = [] + {}", "plain number"),
 ])
 def test_file_errors_name_the_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
