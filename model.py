@@ -662,17 +662,20 @@ def mix_merged(mixer, second, x, rotary, past, summaries):
 
 
 class MergingBlock(PreNormBlock):
-    """A PreNormBlock that merges tokens in training; `merge_ratio` is the share that the last pass merged away,
-    the paper's mu."""
+    """A PreNormBlock that merges tokens in training, if it is one of the layers n/3 .. 2n/3 - 1 of n.
+
+    `merge_ratio` is the share of tokens that the last pass merged away, the paper's mu.
+    """
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.find_pairs = PARTS["token_merging"][config.token_merging]
+        middle = config.n_layer // 3 <= layer < 2 * config.n_layer // 3
+        self.find_pairs = PARTS["token_merging"][config.token_merging] if middle else None
         self.merge_threshold = config.merge_threshold
         self.merge_ratio = 0.0
 
     def mix(self, x, rotary, past, summaries):
-        if not (self.training and past.whole):
+        if not (self.find_pairs and self.training and past.whole):
             return self.mixer(x, rotary, past, summaries)
         second = self.find_pairs(x.detach(), self.merge_threshold)
         self.merge_ratio = second.float().mean()
@@ -680,10 +683,8 @@ class MergingBlock(PreNormBlock):
 
 
 def prenorm_block(config, layer):
-    """A PreNormBlock; with token merging, layers n/3 .. 2n/3 - 1 of n are MergingBlocks."""
-    middle = config.n_layer // 3 <= layer < 2 * config.n_layer // 3
-    merges = middle and config.token_merging != "off"
-    return MergingBlock(config, layer) if merges else PreNormBlock(config, layer)
+    """A PreNormBlock, or with token merging a MergingBlock."""
+    return PreNormBlock(config, layer) if config.token_merging == "off" else MergingBlock(config, layer)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -839,7 +840,7 @@ class LanguageModel(nn.Module):
 
     def merge_ratio(self):
         """The share of tokens that the last training pass merged away, a mean over the layers that merge."""
-        ratios = [block.merge_ratio for block in self.blocks if isinstance(block, MergingBlock)]
+        ratios = [block.merge_ratio for block in self.blocks if getattr(block, "find_pairs", None)]
         return float(sum(ratios) / max(1, len(ratios)))
 
     @torch.no_grad()

@@ -10,17 +10,18 @@
     tokenizer.json       trained on the training documents alone, or a copy of --tokenizer
     meta.json            documents, tokens, bytes of each split; the tokenizer's sha256; the source
 
-What is a document: files are cut at the delimiter (`<|endoftext|>`), and no document spans two files. A byte
-order mark is dropped, CRLF and CR become LF, white space around a document (str.strip) goes, empty documents
-go. All else stays, and the name of a special token inside a document is ordinary text. `bytes` in meta.json
-counts this text in UTF-8.
+For a text that fits into memory, this is the whole program:
 
-How any size fits into memory: a file is a stream of pieces (text, ends), read block by block. A piece is a
-document or, if that is long, a part of it, cut only where the tokenizer would cut anyway (SAFE_CUT). The
-stream is read anew for each task: to hash (which documents are for validation?), to count chunks for the
-tokenizer, to encode. Batches of pieces go to worker processes and come back in order, so the output does not
-depend on the number of workers. The folder is written under a temporary name and renamed last: whatever
-happens, data/NAME is whole or absent.
+    train, val = [], []
+    for document in documents(text):
+        (val if document_hash(document) < 2**64 // 100 else train).append(document)
+    tokenizer = train_bpe(count_chunks(train), vocab_size)
+    for name, split in ("train.bin", train), ("val.bin", val):
+        ids = [id for document in split for id in [*tokenizer.encode(document), tokenizer.end_of_text]]
+        np.array(ids, dtype="<u2").tofile(name)
+
+The code below does the same for text of any size and on many cores: documents come as a stream, read anew for
+each of these steps, and support/corpus.py hands batches of it to worker processes.
 """
 
 import argparse
@@ -28,97 +29,235 @@ import hashlib
 import json
 import math
 import os
-import re
 import signal
 import sys
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 
+import numpy as np
 from tqdm import tqdm
 
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (BATCH, DATA, END, count_batch, documents, download, hashed, new_folder, size_of,
-                            spread, val_limit, write_split)
-from support.hf_tokenizer import load_tokenizer
+from support.corpus import (DATA, END, check_arguments, download, map_batches, new_folder, read_documents,
+                            useful_workers)
+from support.hf_tokenizer import load_tokenizer, tokenizer_from_json
+from support.runtime import run_main
+
+# ----------------------------------------------------------------------------------------------------------
+# What a document is
+
+
+def documents(text, delimiter=END):
+    """Return the documents of a file's text: the definition. read_documents() gives the same, at any size.
+
+    No document spans two files. White space inside a document stays, and the name of a special token in it is
+    ordinary text.
+    """
+    text = text.removeprefix("\ufeff")  # a byte order mark
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    parts = [part.strip() for part in text.split(delimiter)]
+    return [part for part in parts if part]
+
+
+# From here on, documents are a stream of pieces (text, ends). Nearly always a piece is a document and `ends`
+# is True. A document of millions of characters comes in several pieces, of which only the last one `ends` it;
+# they are cut where the tokenizer would cut anyway, so together they get the token ids of the whole.
 
 
 # ----------------------------------------------------------------------------------------------------------
-# From files to documents
+# The split: which documents are for validation?
+#
+# Not every hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its
+# side whatever the corpus gains or loses, and its copies go with it. None is both trained on and validated on.
+
+HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
+
+
+def document_hash(text):
+    """Return an integer below 2**64: as good as random, but the same on every machine (BLAKE2b)."""
+    return int.from_bytes(hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest(), "big")
+
+
+def with_hashes(pieces):
+    """Yield (hash of the document, piece) for each piece."""
+    begins = True
+    for text, ends in pieces:
+        if begins:
+            key = document_hash(text)
+        yield key, (text, ends)
+        begins = ends
+
+
+def validation_threshold(pieces):
+    """Return the hash below which a document is for validation: 1% of all hashes are below it.
+
+    If chance puts all documents on one side (there are few), those with the smallest hash are for validation.
+    ValueError if there are fewer than two different documents.
+    """
+    smallest, largest = 1 << 64, 0
+    for key, _ in with_hashes(pieces):
+        smallest, largest = min(smallest, key), max(largest, key)
+    need(smallest <= largest, "There is no text in the input.")
+    need(smallest < largest, "The input is one document only (or copies of one), so none is left for "
+                             "validation; give the --delimiter that separates documents, or a --val_input.")
+    threshold = 2**64 // 100
+    return threshold if smallest < threshold <= largest else smallest + 1
+
+
+def only(split, pieces, threshold):
+    """Yield the pieces of the documents in a split, "train" or "val"."""
+    for key, piece in with_hashes(pieces):
+        if split == ("val" if key < threshold else "train"):
+            yield piece
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Work and workers
+# The tokenizer: count the chunks (words, roughly) of the training documents, then learn from the counts
+
+
+def count_batch(batch, nfc):
+    return bpe.count_chunks((text for text, _ in batch), nfc=nfc)
+
+
+def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=False):
+    """Train a tokenizer of `vocab_size` tokens on the training documents of a corpus (see "The sources")."""
+    counts = Counter()
+    pieces = corpus.pieces("train", label="count")
+    for batch_counts in map_batches(partial(count_batch, nfc=nfc), pieces, workers):
+        counts.update(batch_counts)
+    need(counts, "There is no text for train.bin: the input is empty.")
+    specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
+    return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(), munch=longest_match)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The folder, and the three sources of what is in it
+# The ids, 16 bits each, and the folder
+
+# Workers get the tokenizer as text, with every batch; each of them parses it once.
+parsed_tokenizer = lru_cache(maxsize=1)(tokenizer_from_json)
 
 
-def build(name, source, read, tokenizer=None, vocab_size=32000, nfc=False, munch=False, workers=1, seed=None,
-          nats=None):
-    """Writes data/NAME. `read(split, label)` gives a fresh stream, label being for the progress bar. Where
-    -log p of the whole validation split is known (`nats`), it gives the floor that no model gets below."""
+def encode_batch(batch, json_text):
+    """Encode pieces -> (ids as the bytes of a .bin file, number of documents, bytes of text in UTF-8)."""
+    tokenizer = parsed_tokenizer(json_text)
+    ids = []
+    for text, ends in batch:
+        ids += tokenizer.encode(text)
+        if ends:
+            ids.append(tokenizer.end_of_text)
+    ids = np.array(ids, dtype=np.int64)
+    largest = ids.max(initial=0)
+    need(largest <= 0xFFFF, f"The token id {largest} does not fit into 16 bits.")
+    n_documents = sum(ends for _, ends in batch)
+    n_bytes = sum(len(text.encode()) for text, _ in batch)
+    return ids.astype("<u2").tobytes(), n_documents, n_bytes
+
+
+def write_split(path, pieces, json_text, workers):
+    """Write the .bin file of a split -> its numbers of documents, tokens and bytes, for meta.json."""
+    total = Counter(documents=0, tokens=0, bytes=0)
+    encode = partial(encode_batch, json_text=json_text)
+    with open(path, "wb") as file:
+        for ids, n_documents, n_bytes in map_batches(encode, pieces, workers):
+            file.write(ids)
+            total.update(documents=n_documents, tokens=len(ids) // 2, bytes=n_bytes)
+    need(total["documents"], f"There is no text for {path.name}: the input is empty.")
+    return dict(total)
+
+
+def write_folder(name, corpus, tokenizer=None, workers=1, **options):
+    """Write data/NAME -> its path. Without a tokenizer one is trained; the options are train_tokenizer's.
+
+    The folder has a temporary name until all of it is written: data/NAME is whole or absent.
+    """
     with new_folder(name) as folder:
         if tokenizer is None:
-            counts = Counter()
-            for some in spread(partial(count_batch, nfc=nfc), read("train", "count"), workers):
-                counts.update(some)
-            need(counts, "There is no text for train.bin: the input is empty.")
-            tokenizer = bpe.train_bpe(counts, vocab_size, bpe.SILIA_SPECIALS if munch else bpe.SPECIALS, nfc,
-                                      progress=sys.stderr.isatty(), munch=munch)
+            tokenizer = train_tokenizer(corpus, workers, **options)
         need(tokenizer.vocab_size <= 1 << 16,
              f"The tokenizer has {tokenizer.vocab_size:,} tokens; 16-bit ids allow 65,536.")
         json_text = tokenizer.to_json()
         (folder / "tokenizer.json").write_bytes(json_text.encode())
-        meta = {"format": 1, "name": name, "source": source, "vocab_size": tokenizer.vocab_size,
+        meta = {"format": 1, "name": name, "source": corpus.source, "vocab_size": tokenizer.vocab_size,
                 "end_of_text": tokenizer.end_of_text,
                 "tokenizer_sha256": hashlib.sha256(json_text.encode()).hexdigest()}
         for split in ("train", "val"):
-            meta[split] = write_split(folder / f"{split}.bin", read(split, split), json_text, workers)
-        if nats is not None:
-            meta["seed"] = seed
-            meta["val"] |= {"floor_nats_per_token": nats / meta["val"]["tokens"],
-                            "floor_bits_per_byte": nats / (meta["val"]["bytes"] * math.log(2))}
+            pieces = corpus.pieces(split, label=split)
+            meta[split] = write_split(folder / f"{split}.bin", pieces, json_text, workers)
+        if isinstance(corpus, Stories):
+            corpus.add_floor(meta)
         (folder / "meta.json").write_bytes(json.dumps(meta, indent=2, ensure_ascii=False).encode() + b"\n")
     print(f"{DATA / name}: a vocabulary of {meta['vocab_size']:,}; {meta['train']['tokens']:,} tokens for "
           f"training, {meta['val']['tokens']:,} for validation.")
     return DATA / name
 
 
+# ----------------------------------------------------------------------------------------------------------
+# The sources. A corpus is a class with two members: `source` says in meta.json where the text is from, and
+# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar.
+
+
+class TextFiles:
+    """Documents from text files; without files to validate on, the split is by hash."""
+
+    def __init__(self, inputs, val_inputs, delimiter, cut_long):
+        self.files = {"train": inputs, "val": val_inputs or inputs}
+        self.source = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
+        self.read = partial(read_documents, delimiter=delimiter, cut_long=cut_long)
+        self.threshold = None if val_inputs else validation_threshold(self.read(inputs, label="split"))
+
+    def pieces(self, split, label):
+        pieces = self.read(self.files[split], label=label)
+        return pieces if self.threshold is None else only(split, pieces, self.threshold)
+
+
+class Stories:
+    """Stories of storybook.py. Each split has a random stream of its own, so no hash is needed."""
+
+    source = "storybook.py"
+
+    def __init__(self, seed, train, val):
+        self.seed = seed
+        self.stories = {}  # (text, natural logarithm of its probability) of each story
+        for split, n, stream in ("train", train, 2 * seed), ("val", val, 2 * seed + 1):
+            drawn = tqdm(book.stories(n, stream), "stories", n, disable=None, leave=False)
+            self.stories[split] = list(drawn)
+
+    def pieces(self, split, label):
+        return ((text, True) for text, _ in self.stories[split])
+
+    def add_floor(self, meta):
+        """Add to meta.json the loss of a model that knows the true probabilities: none gets below it."""
+        nats = -math.fsum(log_prob for _, log_prob in self.stories["val"])
+        meta["seed"] = self.seed
+        meta["val"]["floor_nats_per_token"] = nats / meta["val"]["tokens"]
+        meta["val"]["floor_bits_per_byte"] = nats / (meta["val"]["bytes"] * math.log(2))
+
+
 def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, workers=1, **options):
-    """data/NAME from text files; without validation files, the split is by hash."""
+    """Make data/NAME from text files."""
     paths = [*inputs, *val_inputs]
     for path in paths:
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
-    workers = min(workers, 1 + sum(map(os.path.getsize, paths)) // BATCH)  # one is quicker for a little
-    cut = tokenizer is None or tokenizer.pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN)
-    limit = None if val_inputs else val_limit(documents(inputs, delimiter, cut, "split"))
-
-    def read(split, label):
-        stream = documents(val_inputs or inputs if split == "val" else inputs, delimiter, cut, label)
-        if val_inputs:
-            return stream
-        return (piece for key, piece in hashed(stream) if (key < limit) == (split == "val"))
-
-    return build(name, ", ".join(map(os.path.basename, paths)), read, tokenizer, workers=workers, **options)
+    # Cutting long documents into pieces is exact for these two patterns; of another one we know nothing.
+    cut_long = tokenizer is None or tokenizer.pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN)
+    corpus = TextFiles(inputs, val_inputs, delimiter, cut_long)
+    return write_folder(name, corpus, tokenizer, useful_workers(workers, paths), **options)
 
 
 STORYBOOKS = {"storybook": 1024, "storybook_munch": 512}  # tokens; the latter is for Silia
 
 
-def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, munch=False, **options):
-    """data/NAME from the generator in storybook.py; returns at once if it is there already. The two splits
-    come from independent random streams (2 seed, 2 seed + 1), so they need no split by hash."""
+def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, longest_match=False, **options):
+    """Make data/NAME from `train` + `val` stories of storybook.py, unless it is there already."""
     if (DATA / name / "meta.json").exists():
         return DATA / name
     print(f"Making {train + val:,} little stories for {DATA / name}.")
-    told = {split: list(tqdm(book.stories(n, stream), "stories", n, disable=None, leave=False))
-            for split, n, stream in (("train", train, 2 * seed), ("val", val, 2 * seed + 1))}
-    return build(name, "storybook.py", lambda split, label: ((text, True) for text, _ in told[split]),
-                 vocab_size=vocab_size or STORYBOOKS[name], munch=munch or name == "storybook_munch",
-                 seed=seed, nats=-math.fsum(log_prob for _, log_prob in told["val"]), **options)
+    vocab_size = vocab_size or STORYBOOKS[name]
+    longest_match = longest_match or name == "storybook_munch"
+    return write_folder(name, Stories(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
+                        **options)
 
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
@@ -126,13 +265,11 @@ TINYSTORIES = {"TinyStoriesV2-GPT4-train.txt": 2_227_753_162, "TinyStoriesV2-GPT
 
 
 def tinystories(name, **options):
-    """data/NAME from TinyStoriesV2, downloaded to data/raw/ unless it is there (sizes above in bytes)."""
-    paths = [DATA / "raw" / file for file in TINYSTORIES]
-    for path, size in zip(paths, TINYSTORIES.values()):
-        download(f"{HUB}/{path.name}", path)
-        need(size_of(path) == size, f"{path} has {size_of(path):,} bytes and not {size:,}; "
-                                    "remove it and start again to download it anew.")
-    return from_files(name, paths[:1], paths[1:], **options)
+    """Make data/NAME from TinyStoriesV2, downloaded to data/raw/ unless it is there (above: its bytes)."""
+    for file, size in TINYSTORIES.items():
+        download(f"{HUB}/{file}", DATA / "raw" / file, size)
+    train, val = (DATA / "raw" / file for file in TINYSTORIES)
+    return from_files(name, [train], [val], **options)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -140,6 +277,7 @@ def tinystories(name, **options):
 
 
 def arguments(argv):
+    """Read the command line -> argparse.Namespace, checked."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
@@ -154,47 +292,37 @@ def arguments(argv):
     option("--workers", type=int, metavar="N", default=cores, help="processes (default: %(default)s)")
     parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args(argv)
-
-    need(args.name is not None or not args.input, "Text of your own needs a --name for its folder.")
-    args.name = "tinystories" if args.name is None else args.name
-    need(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", args.name) and args.name != "raw",
-         f"--name {args.name!r} will not do: use letters, digits, '.', '_', '-' (and 'raw' is taken).")
-    need(args.name not in STORYBOOKS or not args.input,
-         "The storybook is made, not read: with --input, choose another --name.")
-    args.munch |= args.name == "storybook_munch"
-    need(args.input or not args.val_input and args.delimiter == END,
-         "--val_input and --delimiter go with --input.")
-    need(args.delimiter, "The --delimiter must not be empty.")
-    need(not args.tokenizer or not (args.vocab_size or args.nfc or args.munch),
-         "A --tokenizer brings its own size and kind: leave out --vocab_size, --nfc and --munch.")
-    least = 256 + len(bpe.SILIA_SPECIALS if args.munch else bpe.SPECIALS)
-    need(args.vocab_size is None or least <= args.vocab_size <= 1 << 16,
-         f"--vocab_size goes from {least} (the bytes and the special tokens) to 65536 (16-bit ids).")
-    need(args.workers >= 1, "--workers must be at least 1.")
+    check_arguments(args, STORYBOOKS)
     return args
+
+
+def run(args):
+    """Make the folder that the arguments ask for, from one of the three sources."""
+    need(not os.path.lexists(DATA / args.name),
+         f"{DATA / args.name} exists already; remove it, or choose another --name.")
+    options = {"workers": args.workers, "nfc": args.nfc, "longest_match": args.munch}
+    if args.vocab_size:
+        options["vocab_size"] = args.vocab_size
+    if args.tokenizer:
+        options["tokenizer"] = load_tokenizer(args.tokenizer)
+    if args.name in STORYBOOKS:
+        storybook(args.name, **options)
+    elif args.input:
+        delimiter = args.delimiter.replace(r"\n", "\n")
+        from_files(args.name, args.input, args.val_input or [], delimiter, **options)
+    else:
+        tinystories(args.name, **options)
 
 
 def main(argv=None):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up too
     try:
-        args = arguments(argv)
-        need(not os.path.lexists(DATA / args.name),
-             f"{DATA / args.name} exists already; remove it, or choose another --name.")
-        options = {"workers": args.workers, "nfc": args.nfc, "munch": args.munch}
-        options |= {"vocab_size": args.vocab_size} if args.vocab_size else {}
-        options |= {"tokenizer": load_tokenizer(args.tokenizer)} if args.tokenizer else {}
-        if args.name in STORYBOOKS:
-            storybook(args.name, **options)
-        elif args.input:
-            delimiter = args.delimiter.replace(r"\n", "\n")
-            from_files(args.name, args.input, args.val_input or [], delimiter, **options)
-        else:
-            tinystories(args.name, **options)
+        run(arguments(argv))
     except KeyboardInterrupt:
         sys.exit("error: interrupted, so there is no new folder (a download goes on where it stopped).")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {str(error).rstrip('.')}.")
+    except (ValueError, OSError) as error:  # the system's own sentences have no full stop
+        raise ValueError(f"{str(error).rstrip('.')}.") from None
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -28,6 +28,7 @@ import storybook  # noqa: E402: found by now
 import tokenizer  # noqa: E402
 from model import (PARTS, Attention, Cache, LanguageModel, ModelConfig, NoCache, apply_rotary,  # noqa: E402
                    running_mean, split_heads, unit_rms)
+from support.report import budget  # noqa: E402
 
 
 class Wrong(Exception):
@@ -171,14 +172,14 @@ def check_01(my):
                     {"n_layer": 2, "d_head": 40, "n_kv_head": 4}, {"n_layer": 2, "gate": False}):
         config, length = ModelConfig(**changes), 100
         with torch.device("meta"):
-            budget = LanguageModel(config).budget(length)
+            costs = budget(LanguageModel(config), length)
         with patch.object(torch.nn.Module, "__init__", refuse):
             got = count(config), cache_bytes(config, length), state_bytes(config)
         n, V, C, F = config.n_layer, config.vocab_size, config.d_model, config.d_ff
-        H, K, D = config.n_head, config.kv_heads, config.head_width
+        H, K, D = config.n_head, config.n_kv_head, config.d_head
         case = f"ModelConfig({', '.join(f'{name}={value}' for name, value in changes.items())})"
 
-        size, gate = sum(budget["parameters"].values()), D * H + H * H + H
+        size, gate = sum(costs["parameters"].values()), D * H + H * H + H
         grouped = f"Keys and values have K = {K} heads, not H = {H}: W_k and W_v are that much smaller."
         wide = f"Here D = {D} is not C/H, and H D not C: W_q is C x (H D), W_out (H D) x C."
         compare(f"parameters({case})", got[0], size, {
@@ -196,14 +197,14 @@ def check_01(my):
             size + n * (C // H - D) * (2 * C * (H + K) + H): wide,
             size + 2 * n * C * D * (H - K): grouped,
         })
-        cache = budget["cache_bytes"]
+        cache = costs["cache_bytes"]
         compare(f"cache_bytes({case}, {length})", got[1], cache, {
             cache // 2: "That is half of it: keys and values are both kept, at 4 bytes for each number.",
             cache // 4: "A number in float32 has 4 bytes.",
             cache // n: "Every layer has rows of its own.",
             cache * H // K: f"The cache keeps the K = {K} heads of the keys and values, not H = {H}.",
         })
-        state = budget["state_bytes"]
+        state = costs["state_bytes"]
         compare(f"state_bytes({case})", got[2], state, {
             state // 4: "A number in float32 has 4 bytes.",
             state // n: "Every layer has a sum of its own.",
@@ -218,7 +219,7 @@ def check_02(my):
     position = torch.arange(5, 45, dtype=torch.float64)
     for changes in ({}, {"rope_base": 500.0}, {"d_head": 6, "rope_base": 1e6}):
         config = ModelConfig(alpha=0.3, **changes)
-        half, base = config.head_width // 2, config.rope_base
+        half, base = config.d_head // 2, config.rope_base
         tables = standard(config, position)
         if not (isinstance(tables, (tuple, list)) and len(tables) == 2 and all(map(torch.is_tensor, tables))):
             raise Wrong("standard_rotary must return two tensors, the cosines and the sines.")
@@ -259,7 +260,7 @@ def check_02(my):
 
     for changes, distance in (({}, 1024), ({}, 100), ({"d_head": 6, "rope_base": 500.0, "alpha": 0.3}, 7)):
         config = ModelConfig(**changes)
-        half, base = config.head_width // 2, config.rope_base
+        half, base = config.d_head // 2, config.rope_base
         slowest = base ** (-(half - 1) / half)
         right = 2 * math.pi / (distance * slowest)
         got = float(alpha_of_a_turn(config, distance))
@@ -580,7 +581,7 @@ def check_07(my):
     registered(my, "SecondMoment", "mixer", "second_moment")
     model, x = small_model(mixer="second_moment"), random_x(T=12)
     config, part = model.config, model.blocks[0].mixer
-    D = config.head_width
+    D = config.d_head
     width = getattr(part.gate[0], "in_features", None)
     if width != 2 * D:
         raise Wrong(f"the gate's first matrix, gate[0], reads {width} numbers, not 2 D = {2 * D}.")
@@ -680,6 +681,9 @@ def check_09(my):
     def q_k_v(T, D=6):
         return torch.randn(3, 1, T, 2, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
+    def sums_of(mixer, *q_k_v):  # the heads of a mixer are (B, H, T, D); here (B, T, H, D)
+        return mixer.sum_heads(*(y.transpose(1, 2) for y in q_k_v), NoCache()).transpose(1, 2)
+
     def slow(q, k, v, above=d, below=d):
         """The formula as a recurrence; above and below are the decays of the two sums."""
         weight, weighted, total, out = unit_rms(k).exp(), 0, 0, []
@@ -691,7 +695,7 @@ def check_09(my):
 
     with patch.object(part, "decay", d):
         q, k, v = q_k_v(12)
-        got, right = small_model(mixer="decayed_hydra").blocks[0].mixer.sum(q, k, v, NoCache()), slow(q, k, v)
+        got, right = sums_of(small_model(mixer="decayed_hydra").blocks[0].mixer, q, k, v), slow(q, k, v)
         growth = d ** -torch.arange(12.0).double()[:, None, None]
         if not (gap := gap_of(got, right)) < 1e-9:
             above, below = slow(q, k, v, d, 1), slow(q, k, v, 1, d)
@@ -727,7 +731,7 @@ def check_09(my):
                 continue
             q, k, v = q_k_v(context, D=16)
             k[..., 0], k[..., 1:] = 1, 0  # n(k) is now sqrt(D) in one coordinate, as large as it can be
-            got = mixer.sum(q.float(), k.float(), v.float(), NoCache()).double()
+            got = sums_of(mixer, q.float(), k.float(), v.float()).double()
         if not gap_of(got, slow(q, k, v, decay, decay)) < 1e-4:
             raise Wrong(f"in float32, at a context of {context} with decay = {decay}, results are "
                         + ("off" if got.isfinite().all() else "not finite") + ": __init__ must refuse, with "
@@ -805,17 +809,17 @@ def check_11(my):
         try:
             plain.load_state_dict(model.state_dict())
         except RuntimeError:
-            raise Wrong("CausalMerging must have the parameters of PreNormBlock, and no others.") from None
+            raise Wrong("CausalMerging must have the parameters of MergingBlock, and no others.") from None
         try_merging(model, plain, f" (mixer={mixer['mixer']})")
 
 
 @torch.no_grad()
 def try_merging(model, plain, case):
-    """What exercise 11 asks of a model whose middle layer merges; plain is the same with PreNormBlock."""
+    """What exercise 11 asks of a model whose middle layer merges; plain is the same with a MergingBlock."""
     B, T, C, ids = 3, 24, 24, random_ids(B=3, T=24)
     logits = plain.eval()(ids)[0]
     if not gap_of(model.eval()(ids)[0], logits) < 1e-10:
-        raise Wrong(f"in eval mode nothing may merge; the logits are not those of PreNormBlock{case}.")
+        raise Wrong(f"in eval mode nothing may merge; the logits are not those of a PreNormBlock{case}.")
     if not gap_of(in_chunks(model.train(), ids, [1, 7, T - 8], Cache(48)), logits) < 1e-10:
         raise Wrong(f"with a cache nothing may merge, not even in training mode{case}.")
 
@@ -824,20 +828,20 @@ def try_merging(model, plain, case):
     given = []  # how many tokens the mixer was given, in each call
     block.mixer.register_forward_pre_hook(lambda mixer, args: given.append(args[0].size(1)))
 
-    def below(x):
-        return [running_mean(NoCache(), "", x)] if model.config.layers_below else []
+    def summaries_of(x):
+        return [running_mean(NoCache(), "", x)] if model.lookback else []
 
     def run(block, x):
-        return block(x, tables, NoCache(), below(x))
+        return block(x, tables, NoCache(), summaries_of(x))
 
-    def slow(chosen, chosen_below=None):
+    def slow(chosen, chosen_summary=None):
         """Row by row. chosen takes vectors (T, C) and the pairs, lists of one or two tokens, -> (M, C)."""
         h, rows = block.norm_1(x), []
         for b, marks in enumerate(block.find_pairs(h, block.merge_threshold).tolist()):
             pairs = []
             for t, second in enumerate(marks):
                 pairs[-1:] = [[*pairs[-1], t]] if second else [*pairs[-1:], [t]]
-            summaries = [(chosen_below or chosen)(summary[b], pairs)[None] for summary in below(x)]
+            summaries = [(chosen_summary or chosen)(summary[b], pairs)[None] for summary in summaries_of(x)]
             tables_here = [table[: len(pairs)] for table in tables]
             mixed = block.mixer(chosen(h[b], pairs)[None], tables_here, NoCache(), summaries)[0]  # (M, C)
             rows.append(torch.stack([y for y, pair in zip(mixed, pairs) for _ in pair]))  # (T, C)
@@ -866,8 +870,8 @@ def try_merging(model, plain, case):
                 (slow(average, last), "A pair is still the average of both its tokens."),
                 (slow(average, first), "A pair is still the average of both its tokens."),
                 (slow(last), "A pair is represented by its second token."),
-                (slow(first, last), "The summaries of the layers below are those of the second token."),
-                (slow(first, average), "The summaries of the layers below are averages over the pair."),
+                (slow(first, last), "The summaries are those of the second token."),
+                (slow(first, average), "The summaries are averages over the pair."),
             ]) or ("What goes in for a pair must be its first token, whatever the second is. (Averaged with "
                    "zeros it is halved; roll(1, dims=1), not -1, brings a token the one before it.) And does "
                    "a token decide by the next one whether it merges?")
@@ -877,13 +881,13 @@ def try_merging(model, plain, case):
         raise Wrong(f"no token sees a later one, but the output differs by {gap_of(got, slow(first)):.2g} "
                     f"from that of a loop in which a pair goes through the mixer as its first token, and "
                     f"both get the result{case}. find_pairs and the mixer are given the same h, the normed "
-                    "input; and is `below` handed on, as it should be for a pair?")
+                    "input; and are `summaries` handed on, as they should be for a pair?")
     if not abs(ratio - share) < 1e-6:
         raise Wrong(f"merge_ratio is {ratio:.3f} after a pass that merged {share:.3f} of "
                     "the tokens; train.py reports it.")
     block.merge_threshold = 1.0
     if not gap_of(run(block, x), run(plain.blocks[1], x)) < 1e-10:
-        raise Wrong(f"at a threshold of 1, where nothing is similar, it is not PreNormBlock{case}.")
+        raise Wrong(f"at a threshold of 1, where nothing is similar, it is not a PreNormBlock{case}.")
 
 
 def check_12(my):

@@ -24,6 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support.runtime import keep_freed_memory, prepare_decoding, run_main
+from support.settings import CommandLine, read_settings
+
 
 def rows():
     for name in ("nano", "baseline", "helix", "silia"):
@@ -70,9 +73,8 @@ def build(name, context):
     """One of our models, or the published one, with initial weights."""
     import torch
 
-    import config as settings
     from model import LanguageModel, ModelConfig
-    from train import TrainConfig
+    from train import TrainConfig  # its settings stand in the same files
 
     torch.manual_seed(0)
     if name == "published":
@@ -83,16 +85,14 @@ def build(name, context):
         config = ModelConfig(context=context, n_kv_head=4, d_ff=640, d_narrow=160, position="helix",
                              mixer="cross_layer", ffn="dual_stream", norm="offset_rms", init="normal")
     else:
-        _, (_, config) = settings.read_settings([str(ROOT / "config" / f"{name}.py"), f"--context={context}"],
-                                       TrainConfig, ModelConfig)
+        words = [str(ROOT / "config" / f"{name}.py"), f"--context={context}"]
+        _, (_, config) = read_settings(words, TrainConfig, ModelConfig)
     return LanguageModel(config)
 
 
 def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
     """Optimizer steps on random ids: tokens per second."""
     import torch
-
-    from train import keep_freed_memory
 
     if name != "published":
         keep_freed_memory()
@@ -118,17 +118,15 @@ def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
 
 
 def decode(name, dtype, batch, compiled=False, before=0, n=128):
-    """Reading 16 tokens and writing n greedy ones, as sample.py does; `before` more do not count:
+    """Reading 16 tokens and generating n greedy ones, as sample.py does; `before` more do not count:
     tokens per second, all sequences together."""
     import torch
-
-    from sample import prepare_decoding
 
     model = build(name, 1024).to(getattr(torch, dtype)).eval()
     cache = None if name == "published" else prepare_decoding(model, compiled)
     ids = torch.randint(0, model.config.vocab_size, (batch, before + 16))
 
-    def write(n):
+    def generate(n):
         if name == "published":
             model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
         else:
@@ -136,13 +134,13 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
                 pass
 
     with torch.no_grad():
-        write(8)
+        generate(8)
         if cache:
             cache.reset()
         if before:
             model(ids[:, :before], cache=cache, last_only=True)
         began = time.perf_counter()
-        write(n)
+        generate(n)
     return batch * n / (time.perf_counter() - began), "tokens/s"
 
 
@@ -169,9 +167,10 @@ def prepare(what):
     """On the text of 8,000 little stories, one process: millions of bytes per second."""
     import tiktoken
 
-    import prepare as ours
     import storybook
     import tokenizer as bpe
+    from support.corpus import encode_batch
+    from support.hf_tokenizer import tokenizer_from_json
 
     documents = [text for text, _ in storybook.stories(8000, 1)]
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
@@ -180,12 +179,12 @@ def prepare(what):
     ranks = {trained.token_bytes(id): id for id in trained.vocab.values()}
     alone = tiktoken.Encoding("", pat_str=trained.pattern, mergeable_ranks=ranks, special_tokens={})
     batch = [(text, True) for text in documents]
-    ours.parse(trained.to_json())  # once a process
+    tokenizer_from_json(trained.to_json())  # once a process
     run = {
         "count chunks": lambda: bpe.count_chunks(documents),
         "learn merges": lambda: bpe.train_bpe(counts, 1024),
         "train": lambda: bpe.train_bpe(bpe.count_chunks(documents), 1024),
-        "encode": lambda: ours.encode_batch(batch, trained.to_json()),
+        "encode": lambda: encode_batch(batch, trained.to_json()),
         "tiktoken: encode": lambda: [alone.encode_ordinary(text) for text in documents],
         "tiktoken: encode a batch": lambda: alone.encode_ordinary_batch(documents, os.cpu_count()),
     }
@@ -245,7 +244,7 @@ def merge(what, B=8, T=1024, C=256):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="How fast is it here?")
+    parser = CommandLine(description="How fast is it here?")
     sections = ("train", "decode", "prefill", "prepare", "merge", "memory")
     parser.add_argument("--only", choices=sections)
     parser.add_argument("--rounds", type=int, default=3)
@@ -283,4 +282,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, advice="try one section, with --only")

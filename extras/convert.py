@@ -9,7 +9,6 @@ the layouts of wiola13m 1.0.1, wiola 0.1.1, and Silia v2 with its port silia-v2-
 model of the contents of a config.json and the tensors, in Python. Nothing in the files is executed.
 """
 
-import argparse
 import json
 import math
 import os
@@ -23,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project, 
 
 import torch
 
-from support import settings
-import tokenizer as tokenizers
 from model import LanguageModel, ModelConfig
-from train import load_checkpoint, load_model, save_checkpoint
+from support import need
+from support.checkpoint import load_checkpoint, load_model, save_checkpoint
+from support.hf_tokenizer import tokenizer_from_json
+from support.runtime import run_main
+from support.settings import CommandLine, check_type
 
 # ----------------------------------------------------------------------------------------------------------
 # The layouts
@@ -53,8 +54,8 @@ class Layout:
     names: dict
 
     def pieces(self, model):
-        """Yields (our name, {published name: the piece of our tensor that it is}) for all of a model."""
-        H, K = model.config.n_head, model.config.kv_heads
+        """Yield (our name, {published name: the piece of our tensor that it is}) for all of a model."""
+        H, K = model.config.n_head, model.config.n_kv_head
         heights = {"mixer.qkv.weight": (H, K, K), "ffn.up.weight": (2, 1)}  # relative; the others are equal
         for ours, whole in model.state_dict().items():
             _, layer, name = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)", ours).groups()
@@ -103,7 +104,7 @@ LAYOUTS = {
          "norm_1.weight": "input_norm.weight", "norm_1.offset": "input_norm.offset",
          "norm_2.weight": "post_attn_norm.weight", "norm_2.offset": "post_attn_norm.offset",
          "mixer.qkv.weight": "attn.q_proj.weight attn.k_proj.weight attn.v_proj.weight",
-         "mixer.kv_below.weight": "attn.k_ctx_proj.weight attn.v_ctx_proj.weight",
+         "mixer.kv_summary.weight": "attn.k_ctx_proj.weight attn.v_ctx_proj.weight",
          "mixer.phi": "attn.blend_logit", "mixer.gate.weight": "attn.gate_proj.weight",
          "mixer.out.weight": "attn.o_proj.weight",
          "ffn.narrow.up.weight": "ffn.gate_a.weight ffn.up_a.weight",
@@ -130,24 +131,22 @@ def find_layout(config):
     known = {name: len(config.keys() & {key for key, _ in layout.keys.values()})
              for name, layout in LAYOUTS.items()}
     *_, second, best = sorted(known, key=known.get)
-    if known[second] == known[best]:
-        raise ValueError(f"the config, of model_type {config.get('model_type')!r}, is not that of a "
-                         "wiola13m, wiola or Silia v2 model.")
+    need(known[second] < known[best], f"the config, of model_type {config.get('model_type')!r}, is not that "
+         "of a wiola13m, wiola or Silia v2 model.")
     return LAYOUTS[best]
 
 
 def read_config(layout, config):
     """A published config -> ModelConfig, or ValueError."""
     for key, wanted in (("tie_word_embeddings", True), ("norm_after_concat", False)):
-        if config.get(key, wanted) is not wanted:
-            raise ValueError(f"{key}={config[key]} is not what these models have.")
+        need(config.get(key, wanted) is wanted, f"{key}={config.get(key)} is not what these models have.")
     kinds = {field.name: field.type for field in fields(ModelConfig)}
     given = layout.parts | {"init": layout.init}
     for ours, (theirs, default) in layout.keys.items():
         x = config.get(theirs, default)
-        x = OTHERWISE[ours][settings.check_type(theirs, bool, x)] if ours in OTHERWISE else x
+        x = OTHERWISE[ours][check_type(theirs, bool, x)] if ours in OTHERWISE else x
         x = config[layout.keys["n_head"][0]] if ours == "n_kv_head" and x is None else x
-        given[ours] = settings.check_type(theirs, kinds[ours], x)
+        given[ours] = check_type(theirs, kinds[ours], x)
     if given.get("lookback") == 0:
         given["lookback"] = given["n_layer"]  # the list of layers is cut at [-0:] there, which is all of it
     return ModelConfig(**given)
@@ -164,13 +163,12 @@ def load_reference(config, tensors):
                            "d_model": config.get("d_ff", config.get("d_model", 256))}
         port = {"wte.weight": "embed.weight", "lm_head.weight": "unembed.weight"}
         bare = {re.sub(r"^(transformer|model)\.", "", name): x for name, x in tensors.items()}
-        if len(bare) < len(tensors):
-            raise ValueError("some of the tensors differ by nothing but a prefix in their names.")
+        need(len(bare) == len(tensors), "some of the tensors differ by nothing but a prefix in their names.")
         tensors = {port.get(name, name): x for name, x in bare.items()}
     layout = find_layout(config)
     model_config = read_config(layout, config)
-    if model_config.n_layer > len(tensors):  # before a number in a file makes us build layers without end
-        raise ValueError(f"{len(tensors)} tensors are too few for {model_config.n_layer} layers.")
+    need(model_config.n_layer <= len(tensors),  # before a number in a file makes us build layers without end
+         f"{len(tensors)} tensors are too few for {model_config.n_layer} layers.")
     try:
         with torch.device("meta"):  # shapes only
             model = LanguageModel(model_config)
@@ -182,23 +180,22 @@ def load_reference(config, tensors):
     for what, names in (("missing", shapes.keys() - tensors.keys()),
                         ("left over", tensors.keys() - shapes.keys() - {layout.head}),
                         ("not of the shape that the config gives them", unfit)):
-        if names:
-            raise ValueError(f"{len(names)} of the tensors are {what}: {', '.join(sorted(names)[:5])}.")
+        need(not names, f"{len(names)} of the tensors are {what}: {', '.join(sorted(names)[:5])}.")
     state = {}
     for ours, parts in pieces.items():
         parts = [tensors[theirs].detach().to("cpu", torch.float32) for theirs in parts]
         state[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
     embedding = state["embedding.weight"]
-    if not torch.equal(tensors.get(layout.head, embedding).to(embedding), embedding):
-        raise ValueError(f"the head, {layout.head}, is not tied to the embedding, as it is here.")
+    need(torch.equal(tensors.get(layout.head, embedding).to(embedding), embedding),
+         f"the head, {layout.head}, is not tied to the embedding, as it is here.")
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
 def explicit(config):
     """The fields of a ModelConfig, with what a 0 stands for in its place."""
-    return asdict(config) | {"n_kv_head": config.kv_heads, "d_head": config.head_width,
-                             "d_narrow": config.narrow_width}
+    return asdict(config) | {"n_kv_head": config.n_kv_head, "d_head": config.d_head,
+                             "d_narrow": config.d_narrow}
 
 
 def to_reference(model):
@@ -209,16 +206,14 @@ def to_reference(model):
     config = model.config
     layout = next((layout for layout in LAYOUTS.values()
                    if all(getattr(config, field) == part for field, part in layout.parts.items())), None)
-    if layout is None:
-        raise ValueError("this mix of parts has no published layout.")
+    need(layout, "this mix of parts has no published layout.")
     published, here = {}, explicit(config)
     for ours, (theirs, _) in layout.keys.items():
         there = {x: key for key, x in OTHERWISE.get(ours, {}).items()}
         published[theirs] = there.get(here[ours], here[ours])
     back = explicit(read_config(layout, published))
     for field in (*layout.keys, "n_kv_head", "d_head"):
-        if back[field] != here[field]:
-            raise ValueError(f"the published layout cannot say {field}={here[field]}.")
+        need(back[field] == here[field], f"the published layout cannot say {field}={here[field]}.")
     tensors = {theirs: x for _, parts in layout.pieces(model) for theirs, x in parts.items()}
     return published, tensors
 
@@ -237,10 +232,9 @@ def read_tensors(folder):
     """The tensors in model.safetensors, or in pytorch_model.bin, by name."""
     path = next((folder / name for name in ("model.safetensors", "pytorch_model.bin")
                  if (folder / name).exists()), None)
-    if path is None:
-        raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin.")
-    if path.suffix == ".safetensors" and safetensors is None:
-        raise ValueError(f"{path} is read with the package safetensors: pip install safetensors")
+    need(path, f"{folder} has neither model.safetensors nor pytorch_model.bin.")
+    need(path.suffix != ".safetensors" or safetensors,
+         f"{path} is read with the package safetensors: pip install safetensors")
     try:
         if path.suffix == ".safetensors":
             return safetensors.load_file(path)
@@ -273,9 +267,9 @@ def read_tokenizer(path):
         steps = file.get("post_processor") or {}
         steps = [step for step in steps.get("processors", [steps]) if step.get("type") != "ByteLevel"]
         single = steps[0].get("single", []) if len(steps) == 1 else []
-        if [[*part] for part in single] == [["SpecialToken"], ["Sequence"]]:  # anything else is for `parse`
+        if [[*part] for part in single] == [["SpecialToken"], ["Sequence"]]:  # else: refused below
             file["post_processor"], sink = None, single[0]["SpecialToken"]["id"]
-        return tokenizers.parse(json.dumps(file)), sink
+        return tokenizer_from_json(json.dumps(file)), sink
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if type(error) is ValueError else "this is not a sound tokenizer.json."
         raise ValueError(f"{path}: {reason}") from None
@@ -299,8 +293,7 @@ def write_json(x, path):
 
 def import_folder(source, target, tokenizer_path=None):
     """A published folder -> a checkpoint of ours at `target`."""
-    if target.exists():
-        raise ValueError(f"{target} exists already; remove it, or choose another name.")
+    need(not target.exists(), f"{target} exists already; remove it, or choose another name.")
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -311,13 +304,12 @@ def import_folder(source, target, tokenizer_path=None):
     path = tokenizer_path or source / "tokenizer.json"
     if path.exists() or tokenizer_path:
         known, sink = read_tokenizer(path)
-        if known.vocab_size > model.config.vocab_size:
-            raise ValueError(f"{path} has {known.vocab_size} tokens, more than the model, "
-                             f"{model.config.vocab_size}.")
+        need(known.vocab_size <= model.config.vocab_size,
+             f"{path} has {known.vocab_size} tokens, more than the model, {model.config.vocab_size}.")
         if "num_blocks" in config and "<|actor|>" in known.specials:
             sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
-        if sink not in ("", *known.specials):
-            raise ValueError(f"{path} puts {sink!r} in front of texts, which is no special token of it.")
+        need(sink in ("", *known.specials),
+             f"{path} puts {sink!r} in front of texts, which is no special token of it.")
         tokenizer, model.config.sink_token = known.to_json(), sink
     target.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 0, "best_val_loss": math.inf, "model": model.state_dict(),
@@ -330,12 +322,11 @@ def import_folder(source, target, tokenizer_path=None):
 
 def export_folder(source, target):
     """A checkpoint of ours -> a folder in its published layout, complete or absent."""
-    if target.exists():
-        raise ValueError(f"{target} exists already; remove it, or choose another name.")
+    need(not target.exists(), f"{target} exists already; remove it, or choose another name.")
     checkpoint = load_checkpoint(source)
     model = load_model(checkpoint)
     config, tensors = to_reference(model)
-    tokenizer = tokenizers.parse(checkpoint["tokenizer"]) if checkpoint["tokenizer"] else None
+    tokenizer = tokenizer_from_json(checkpoint["tokenizer"]) if checkpoint["tokenizer"] else None
     end = tokenizer and tokenizer.end_of_text
     if "hidden_size" in config:  # for the packages, whose defaults are tokens of other tokenizers
         config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
@@ -359,27 +350,18 @@ def export_folder(source, target):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Published checkpoints in, ours out.", allow_abbrev=False)
+    parser = CommandLine(description="Published checkpoints in, ours out.")
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="import: this tokenizer.json, not the one in SRC")
-    parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args()
-    try:
-        if args.direction == "import":
-            import_folder(args.source, args.target, args.tokenizer)
-        elif args.tokenizer:
-            raise ValueError("--tokenizer is for import: an exported folder has the checkpoint's tokenizer.")
-        else:
-            export_folder(args.source, args.target)
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}." if error.strerror else f"error: {error}")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if args.direction == "import":
+        import_folder(args.source, args.target, args.tokenizer)
+    else:
+        need(not args.tokenizer, "--tokenizer is for import: an exported folder has the checkpoint's tokenizer.")
+        export_folder(args.source, args.target)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, advice="a larger machine is needed")

@@ -13,7 +13,6 @@ takes matplotlib, which is optional: pip install matplotlib. What is drawn comes
 which do without it.
 """
 
-import argparse
 import csv
 import hashlib
 import json
@@ -27,10 +26,12 @@ import numpy as np
 import torch
 
 import storybook
-import tokenizer as tokenizers
 from model import PARTS, Attention, ModelConfig, NoCache, greedy_pairs
-from sample import newest_checkpoint
-from train import load_checkpoint, load_model, load_tokenizer
+from support import need
+from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
+from support.runtime import run_main, sink_ids
+from support.settings import CommandLine
+from tokenizer import MaximalMunch, Tokenizer
 
 STORY = next(storybook.stories(1, seed=19))[0]  # of a fox named Leo; no model has trained on it
 LINES, MARKERS = ["-", "--", "-.", ":"], "osD^"  # what tells curves apart, instead of colours
@@ -47,8 +48,7 @@ def read_run(folder):
         rows = list(csv.DictReader(file))
     training, nats, bits = ([(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
                             for name in ("train_loss", "val_loss", "bits_per_byte"))
-    if not (training and nats and bits):
-        raise ValueError(f"{folder / 'log.csv'} has no losses yet.")
+    need(training and nats and bits, f"{folder / 'log.csv'} has no losses yet.")
     ratio, floor = bits[-1][1] / nats[-1][1], {}
     meta = Path("data") / checkpoint["train_config"].get("data", "") / "meta.json"
     if meta.is_file():
@@ -71,8 +71,8 @@ def turns(config, T):
 @torch.no_grad()
 def gates(model, idx):
     """Token ids idx (1, T) -> the gates of Gated Spiral Attention, (layers, H, T), each in (0, 1)."""
-    if model.config.mixer != "gated_spiral" or not model.config.gate:
-        raise ValueError("this model has no gates; Wiola Nano has, and config/tiny.py.")
+    need(model.config.mixer == "gated_spiral" and model.config.gate,
+         "this model has no gates; Wiola Nano has, and config/tiny.py.")
     found = []
     hooks = [block.mixer.gate.register_forward_hook(lambda gate, inputs, g: found.append(g[0].T))
              for block in model.blocks]
@@ -89,8 +89,8 @@ def attention(model, idx):
     Fused kernels do not return them. But a head reads weights times values; with the identity matrix as its
     values, it reads the weights.
     """
-    if not isinstance(getattr(model.blocks[0], "mixer", None), Attention):
-        raise ValueError("this model's heads are not all attention; take one with another mixer.")
+    need(isinstance(getattr(model.blocks[0], "mixer", None), Attention),
+         "this model's heads are not all attention; take one with another mixer.")
     found = []
 
     def watched(attend):
@@ -113,19 +113,18 @@ def merges(model, idx):
     """Token ids idx (1, T) -> {layer: (T,), True where a token merges with the one before it}."""
     found = {}
     for layer, block in enumerate(model.blocks):
-        if block.find_pairs:
+        if getattr(block, "find_pairs", None):
             def find_pairs(x, threshold, layer=layer):
                 found[layer] = greedy_pairs(x, threshold)
                 return found[layer]
             block.find_pairs = find_pairs
     model.train()(idx)
-    if not found:
-        raise ValueError(f"a model of {len(model.blocks)} layers has no middle layer that merges.")
+    need(found, f"a model of {len(model.blocks)} layers has no middle layer that merges.")
     return {layer: second[0] for layer, second in found.items()}
 
 
 def cuts(tokenizer, text):
-    """{what cuts the text: its pieces}, for BPE after 0, some and all merges, and for maximal munch."""
+    """{what cuts the text: its pieces}, for BPE after 0, some and all merges, and for the longest match."""
     learned = tokenizer.merges or []  # a MaximalMunch has none
 
     def vocab(n):  # after n merges
@@ -134,9 +133,9 @@ def cuts(tokenizer, text):
         return {token: id for id, token in enumerate(tokens)}
 
     n, how = len(learned), (tokenizer.pattern, tokenizer.nfc)
-    ways = {f"BPE after {k} merges": tokenizers.Tokenizer(vocab(k), learned[:k], {}, *how)
+    ways = {f"BPE after {k} merges": Tokenizer(vocab(k), learned[:k], {}, *how)
             for k in ([0, n // 8, n // 2, n] if n else [])}
-    ways["Maximal munch, same tokens"] = tokenizers.MaximalMunch(vocab(n), {}, *how)
+    ways["Maximal munch, same tokens"] = MaximalMunch(vocab(n), {}, *how)
     return {name: spell(way, way.encode(text)) for name, way in ways.items()}
 
 
@@ -228,7 +227,7 @@ def draw_loss(plt, args):
 
 def draw_rotary(plt, args):
     kinds = {"plain": ModelConfig(alpha=0.0), "spiral": ModelConfig(), "helix": ModelConfig(position="helix")}
-    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().head_width // 2
+    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().d_head // 2
     figure, axes = plt.subplot_mosaic([["angle", "speed"], ["radius", "radius"]], figsize=(8, 6),
                                       layout="constrained")
     for i, (name, (angle, _)) in enumerate(found.items()):
@@ -309,8 +308,8 @@ def draw_attention(plt, args):
     before = weights[:, :, idx[0] == told].sum(dim=-1)  # (layers, H): the share of its earlier mentions
     (layers, H), name = before.shape, spell(tokenizer, [told])[0].strip()
     layer, head = args.head or divmod(int(before.argmax()), H)
-    if not (0 <= layer < layers and 0 <= head < H):
-        raise ValueError(f"there is no such head: it is {layers} layers of {H} heads, counted from 0.")
+    need(0 <= layer < layers and 0 <= head < H,
+         f"there is no such head: it is {layers} layers of {H} heads, counted from 0.")
     page, w = Page(plt), weights[layer, head]
     page.say(f"What head {head} of layer {layer} reads at the end, to go on with “{name}” "
              f"({chances[told]:.0%})")
@@ -355,7 +354,7 @@ def read_checkpoint(args):
     """The checkpoint that the options name, and its tokenizer."""
     path = args.checkpoint or newest_checkpoint()
     checkpoint = load_checkpoint(path)
-    return checkpoint, load_tokenizer(checkpoint, path)
+    return checkpoint, checkpoint_tokenizer(checkpoint, path)
 
 
 def read_model(args, text, **changes):
@@ -363,10 +362,9 @@ def read_model(args, text, **changes):
     checkpoint, tokenizer = read_checkpoint(args)
     checkpoint["model_config"] |= changes
     model = load_model(checkpoint).eval()
-    sink = tokenizer.specials.get(model.config.sink_token)
-    ids = ([] if sink is None else [sink]) + tokenizer.encode(args.text or text)
-    if len(ids) > model.config.context:
-        raise ValueError(f"the text has {len(ids)} tokens, more than the context of {model.config.context}.")
+    ids = sink_ids(model.config, tokenizer) + tokenizer.encode(args.text or text)
+    need(len(ids) <= model.config.context,
+         f"the text has {len(ids)} tokens, more than the context of {model.config.context}.")
     return model, tokenizer, ids
 
 
@@ -390,26 +388,19 @@ OPTIONS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Pictures for the classroom.", allow_abbrev=False)
+    parser = CommandLine(description="Pictures for the classroom.")
     commands = parser.add_subparsers(dest="picture", required=True, metavar="|".join(PICTURES))
-    parser.error = lambda message: sys.exit(f"error: {message}")
     for name, (_, options) in PICTURES.items():
-        command = commands.add_parser(name, allow_abbrev=False)
-        command.error = parser.error
+        command = commands.add_parser(name)
         for option in [*options, "--out"]:
             command.add_argument(option, **OPTIONS[option])
     args = parser.parse_args()
-    try:
-        plt, path = load_matplotlib(), args.out or Path(f"{args.picture}.png")
-        save(PICTURES[args.picture][0](plt, args), path)
-        print(path)
-    except OSError as error:
-        sys.exit(f"error: {error.filename}: {error.strerror}.")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    plt = load_matplotlib()
+    path = args.out or Path(f"{args.picture}.png")
+    draw, _ = PICTURES[args.picture]
+    save(draw(plt, args), path)
+    print(path)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, advice="try a shorter --text")

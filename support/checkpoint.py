@@ -52,7 +52,8 @@ def load_checkpoint(path):
 
 def load_model(checkpoint):
     """The model of a checkpoint, float32, on the CPU."""
-    known, weights = {field.name: field for field in fields(ModelConfig)}, checkpoint["model"]
+    known = {field.name: field for field in fields(ModelConfig)}
+    weights = {name.replace(".kv_below.", ".kv_summary."): w for name, w in checkpoint["model"].items()}
     try:
         given = {name: check_type(name, find_field(name, known).type, value)
                  for name, value in checkpoint["model_config"].items()}
@@ -106,7 +107,7 @@ def check_same_model(what, old, config, resume):
     otherwise than they did, and how they were initialised does not matter to it.
     """
     free = () if resume else ("token_merging", "merge_threshold", "init", "embedding_std", "phi")
-    old = asdict(ModelConfig()) | old
+    old = asdict(ModelConfig(**old))  # zeros such as d_head=0 were kept as such
     for name, new in asdict(config).items():
         if old[name] != new and name not in free:
             raise ValueError(f"{what} has {name}={old[name]!r}, this run {new!r}: give it the same model "

@@ -1,4 +1,5 @@
-"""Files -> documents in bounded memory, workers, the folder that is whole or absent, download."""
+"""What prepare.py needs for text of any size: files -> documents in bounded memory, worker processes, a folder
+that is whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
 
 import contextlib
 import hashlib
@@ -10,9 +11,9 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,38 @@ from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
 END = "<|endoftext|>"  # the default delimiter
+byte_bar = partial(tqdm, unit="B", unit_scale=True, disable=None)  # a progress bar, on a terminal only
+
+
+def check_arguments(args, storybooks):
+    """Check the options of prepare.py and fill in what follows from --name.
+
+    `storybooks` holds the names that stand for generated text. ValueError says what does not go together.
+    """
+    need(args.name is not None or not args.input, "Text of your own needs a --name for its folder.")
+    args.name = "tinystories" if args.name is None else args.name
+    need(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", args.name) and args.name != "raw",
+         f"--name {args.name!r} will not do: use letters, digits, '.', '_', '-' (and 'raw' is taken).")
+    need(args.name not in storybooks or not args.input,
+         "The storybook is made, not read: with --input, choose another --name.")
+    args.munch |= args.name == "storybook_munch"
+    need(args.input or not args.val_input and args.delimiter == END,
+         "--val_input and --delimiter go with --input.")
+    need(args.delimiter, "The --delimiter must not be empty.")
+    need(not args.tokenizer or not (args.vocab_size or args.nfc or args.munch),
+         "A --tokenizer brings its own size and kind: leave out --vocab_size, --nfc and --munch.")
+    least = 256 + len(bpe.SILIA_SPECIALS if args.munch else bpe.SPECIALS)
+    need(args.vocab_size is None or least <= args.vocab_size <= 1 << 16,
+         f"--vocab_size goes from {least} (the bytes and the special tokens) to 65536 (16-bit ids).")
+    need(args.workers >= 1, "--workers must be at least 1.")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# From files to documents
+
 BLOCK = 1 << 20  # characters read at a time
-BATCH = 1 << 20  # characters that a worker gets at a time
 PIECE = 1 << 20  # characters from which on a document is cut into pieces
 LIMIT = 16 * PIECE  # characters without a safe place to cut: no text whose memory we could bound
-HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
-progress = partial(tqdm, unit="B", unit_scale=True, disable=None)
 # Where both split patterns (GPT-4's and GPT-2's) begin a new chunk whatever is around, and where the chunk
 # before ends the same without a look at what follows: before a space after anything but white space (a chunk
 # has such a space only in front); between a letter or digit and a line break or punctuation mark; between a
@@ -39,7 +66,10 @@ SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\n!-/:-@\[-`{-~，。、])|(
 
 
 def read_text(path, bar):
-    """A UTF-8 file -> str after str, without a byte order mark and with LF for every line end, then None."""
+    """Yield a UTF-8 file's text block by block, without a byte order mark and with LF for every line end.
+
+    ValueError if it is not UTF-8, with the offset of the first bad byte, or if it has zero bytes.
+    """
     with open(path, encoding="utf-8-sig", newline=None) as file:
         start = bar.n
         try:
@@ -47,66 +77,63 @@ def read_text(path, bar):
                 need("\0" not in text, f"{path} is no plain text: it has zero bytes (UTF-16, or binary?).")
                 yield text
                 bar.update(start + file.buffer.tell() - bar.n)
-            yield None
         except UnicodeDecodeError as error:
             offset = file.buffer.tell() - len(error.object) + error.start  # object's bytes end at tell()
             raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
                              f"offset {offset}); please save it as UTF-8.") from None
 
 
-def pieces(path, delimiter, cut, bar):
-    """A file -> its documents as (text, ends). If `cut`, those longer than PIECE come in several pieces, of
-    which only the last one ends the document (and may be empty)."""
-    rest, begun = "", False  # of the document at hand: text not given out; was any given out?
-    for text in read_text(path, bar):
-        *whole, rest = (rest, "") if text is None else (rest + text).split(delimiter)
-        for document in whole:
-            document = document.rstrip() if begun else document.strip()
-            if document or begun:
-                yield document, True
+def last_piece(text, begun):
+    """Yield what is left of a document: nothing, if all of it is white space and no piece was given out."""
+    text = text.rstrip() if begun else text.strip()
+    if text or begun:
+        yield text, True
+
+
+def read_pieces(path, delimiter, cut_long, bar):
+    """Yield the documents of a file as (text, ends).
+
+    If `cut_long`, those longer than PIECE come in several pieces, of which only the last one ends the
+    document (and may be empty). ValueError if more than LIMIT characters have no place to cut them.
+    """
+    rest = ""  # of the document being read: text not given out yet
+    begun = False  # was a piece of it given out?
+    for block in read_text(path, bar):
+        *complete, rest = (rest + block).split(delimiter)
+        for text in complete:
+            yield from last_piece(text, begun)
             begun = False
-        while cut and (place := SAFE_CUT.search(rest, PIECE, len(rest) - len(delimiter))):
-            piece, rest = rest[:place.start()], rest[place.start():]
+        while cut_long and (cut := SAFE_CUT.search(rest, PIECE, len(rest) - len(delimiter))):
+            piece = rest[:cut.start()]
+            rest = rest[cut.start():]
             yield piece if begun else piece.lstrip(), False
             begun = True
         need(len(rest) <= LIMIT, f"{path} has more than {LIMIT:,} characters without a place to cut them; "
                                  "is the --delimiter right?")
+    yield from last_piece(rest, begun)
 
 
-def documents(paths, delimiter, cut, label):
-    """The pieces of several files, under a progress bar."""
-    with progress(desc=label, total=sum(map(os.path.getsize, paths))) as bar:
+def total_size(paths):
+    return sum(map(os.path.getsize, paths))
+
+
+def read_documents(paths, delimiter, cut_long, label):
+    """Yield the pieces of several files, under a progress bar with this label."""
+    with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
-            yield from pieces(path, delimiter, cut, bar)
+            yield from read_pieces(path, delimiter, cut_long, bar)
 
 
-def hashed(stream):
-    """Pieces -> (hash of the document's beginning, piece)."""
-    fresh = True
-    for text, ends in stream:
-        if fresh:
-            digest = hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest()
-        yield int.from_bytes(digest, "big"), (text, ends)
-        fresh = ends
+# ----------------------------------------------------------------------------------------------------------
+# Workers
+
+BATCH = 1 << 20  # characters that a worker gets at a time
 
 
-def val_limit(stream):
-    """The hash below which a document is for validation: about 1% are, by their text alone. So a document
-    stays on its side whatever the corpus gains or loses, and equal ones stay together. If chance puts all on
-    one side (there are few), those with the smallest hash are for validation."""
-    smallest, largest = 1 << 64, 0
-    for key, _ in hashed(stream):
-        smallest, largest = min(smallest, key), max(largest, key)
-    need(smallest <= largest, "There is no text in the input.")
-    need(smallest < largest, "The input is one document only (or copies of one), so none is left for "
-                             "validation; give the --delimiter that separates documents, or a --val_input.")
-    limit = 2**64 // 100
-    return limit if smallest < limit <= largest else smallest + 1
-
-
-def batches(stream):
+def batches(pieces):
+    """Yield lists of pieces, of about BATCH characters each."""
     batch, size = [], 0
-    for piece in stream:
+    for piece in pieces:
         batch.append(piece)
         size += len(piece[0]) + 16  # so that many tiny documents fill a batch as well
         if size >= BATCH:
@@ -116,24 +143,9 @@ def batches(stream):
         yield batch
 
 
-def count_batch(batch, nfc):
-    return bpe.count_chunks((text for text, _ in batch), nfc=nfc)
-
-
-parse = lru_cache(maxsize=1)(tokenizer_from_json)  # each process parses the tokenizer once, though each batch brings it
-
-
-def encode_batch(batch, json_text):
-    """Pieces -> (ids as the bytes of a .bin file, documents, bytes of text)."""
-    tokenizer, ids = parse(json_text), []
-    for text, ends in batch:
-        ids += tokenizer.encode(text)
-        ids += [tokenizer.end_of_text] * ends
-    ids = np.array(ids, dtype=np.int64)
-    most = ids.max(initial=0)
-    need(most <= 0xFFFF, f"The token id {most} does not fit into 16 bits.")
-    size = sum(len(text.encode()) for text, _ in batch)
-    return ids.astype("<u2").tobytes(), sum(ends for _, ends in batch), size
+def useful_workers(workers, paths):
+    """Return how many workers to use for these files: for a few batches of text, fewer are quicker."""
+    return min(workers, 1 + total_size(paths) // BATCH)
 
 
 def begin_worker():
@@ -143,20 +155,30 @@ def begin_worker():
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def spread(work, stream, workers):
-    """work(batch) for the batches of a stream, in order; at most two batches a worker are under way. Workers
-    are fresh ("spawned") processes: alike on every system, none inherits our threads or files."""
-    if workers == 1:
-        yield from map(work, batches(stream))
-        return
+def start_workers(workers):
+    """Return a pool of running workers. They are fresh ("spawned") processes: alike on every system, and none
+    inherits our threads or files."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin_worker)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is born meanwhile ignores Ctrl-C from birth
     for _ in range(workers):
         pool.submit(int)
     signal.signal(signal.SIGINT, handler)
+    return pool
+
+
+def map_batches(work, pieces, workers):
+    """Yield work(batch) for the batches of a stream of pieces, in order, whatever the number of workers.
+
+    At most two batches a worker are under way, so a source quicker than the workers does not fill the memory.
+    ValueError if a worker dies; an error in `work` is raised here.
+    """
+    if workers == 1:
+        yield from map(work, batches(pieces))
+        return
+    pool = start_workers(workers)
     under_way = deque()
     try:
-        for batch in batches(stream):
+        for batch in batches(pieces):
             under_way.append(pool.submit(work, batch))
             if len(under_way) > 2 * workers:
                 yield under_way.popleft().result()
@@ -168,22 +190,30 @@ def spread(work, stream, workers):
         pool.shutdown(cancel_futures=True)
 
 
-def alive(process):
+# ----------------------------------------------------------------------------------------------------------
+# The folder that is whole or absent
+
+
+def is_running(process):
     try:
         return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
     except OSError as error:
         return isinstance(error, PermissionError)
 
 
-@contextlib.contextmanager
-def new_folder(name):
-    """A folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not. What a
-    killed run left behind (its name holds the number of a process that is no more) is cleared away."""
-    DATA.mkdir(parents=True, exist_ok=True)
+def remove_leftovers(name):
+    """Remove what killed runs left behind: their folders' names hold the number of a process that is gone."""
     for old in DATA.iterdir():
         match = re.fullmatch(rf"\.{re.escape(name)}\.(\d+)\.tmp", old.name)
-        if match and not alive(int(match[1])):
+        if match and not is_running(int(match[1])):
             shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(name):
+    """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not."""
+    DATA.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(name)
     folder = DATA / f".{name}.{os.getpid()}.tmp"
     folder.mkdir(exist_ok=True)
     try:
@@ -196,113 +226,127 @@ def new_folder(name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_split(path, stream, json_text, workers):
-    """Encodes a stream into a .bin file -> {"documents", "tokens", "bytes"}."""
-    total = Counter(documents=0, tokens=0, bytes=0)
-    with open(path, "wb") as file:
-        for ids, documents, size in spread(partial(encode_batch, json_text=json_text), stream, workers):
-            file.write(ids)
-            total.update(documents=documents, tokens=len(ids) // 2, bytes=size)
-    need(total["documents"], f"There is no text for {path.name}: the input is empty.")
-    return dict(total)
+# ----------------------------------------------------------------------------------------------------------
+# Download
+
+TRIES = 5  # attempts in a row that bring nothing new
+PAUSE = 2.0  # seconds between them, growing
 
 
-TRIES, PAUSE = 5, 2.0  # attempts in a row that bring nothing new; seconds between them, growing
-
-
-def size_of(path):
+def file_size(path):
     return path.stat().st_size if path.exists() else 0
 
 
-def download(url, path):
-    """A URL -> a file, called PATH.part until it is whole. A broken download goes on where it stopped, if the
-    server still has the same file (PATH.part.etag says which one the part is of)."""
+def download(url, path, size=None):
+    """Download a URL to a file, called PATH.part until it is whole, unless the file is there.
+
+    A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
+    which one the part is of). ValueError if it fails TRIES times in a row, or has not `size` bytes in the end.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, mark, failures, answered = Path(f"{path}.part"), Path(f"{path}.part.etag"), 0, False
+    part = Path(f"{path}.part")
+    etag_file = Path(f"{path}.part.etag")
+    failures = 0  # attempts in a row that brought nothing new
+    answered = False  # has the server ever answered?
     while not path.exists():
-        before = size_of(part)
+        before = file_size(part)
         try:
-            problem, answered = receive(url, part, mark), True
+            problem = receive(url, part, etag_file)
+            answered = True
         except requests.RequestException:
-            problem, answered = "no connection", answered or size_of(part) > before
+            problem = "no connection"
+            answered = answered or file_size(part) > before
         if not problem:
             os.replace(part, path)
-            mark.unlink()
-            return
-        failures = 0 if size_of(part) > before else failures + 1
+            etag_file.unlink()
+            break
+        failures = 0 if file_size(part) > before else failures + 1
         need(answered and failures < TRIES,
              f"{url} could not be downloaded ({problem}): connect to the internet and start again (what came "
              f"is kept), or put the file into {path.parent} by hand, or use --name storybook, or --input.")
         time.sleep(PAUSE * failures)
+    if size is not None:
+        need(file_size(path) == size, f"{path} has {file_size(path):,} bytes and not {size:,}; "
+                                      "remove it and start again to download it anew.")
 
 
-def receive(url, part, mark):
-    """One request; what comes goes into `part`. Returns None if that is the whole file now, or a problem."""
-    known = mark.read_text("utf-8") if mark.exists() else ""
-    have = size_of(part) if known else 0
+def receive(url, part, etag_file):
+    """Make one request and put what comes into `part` -> None if that is the whole file now, or a problem."""
+    old_etag = etag_file.read_text("utf-8") if etag_file.exists() else ""
+    have = file_size(part) if old_etag else 0
     wanted = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     with requests.get(url, headers=wanted, stream=True, timeout=(10, 30)) as answer:
         code, headers = answer.status_code, answer.headers
-        etag, span = headers.get("ETag") or headers.get("Last-Modified", ""), headers.get("Content-Range", "")
+        etag = headers.get("ETag") or headers.get("Last-Modified", "")
+        span = headers.get("Content-Range", "")
         if code == 200:  # the file from its beginning
             mode, have, total = "wb", 0, int(headers.get("Content-Length", -1))
-        elif code == 206 and etag == known and span.startswith(f"bytes {have}-"):
+        elif code == 206 and etag == old_etag and span.startswith(f"bytes {have}-"):
             mode, total = "ab", int(span.rpartition("/")[2])
         elif have and code in (206, 416):  # not (any more) the file that the part is of
-            mark.unlink()
+            etag_file.unlink()
             return "the file has changed"
         else:
             need(code == 429 or code >= 500, f"The server answers {code} {answer.reason} for {url}.")
             return f"the server answers {code} {answer.reason}"
-        with open(part, mode) as file, progress(desc=part.stem, total=total, initial=have) as bar:
-            mark.write_text(etag, encoding="utf-8")  # after `open` has emptied an older part
+        with open(part, mode) as file, byte_bar(desc=part.stem, total=total, initial=have) as bar:
+            etag_file.write_text(etag, encoding="utf-8")  # after `open` has emptied an older part
             for data in answer.iter_content(1 << 18):
                 file.write(data)
                 bar.update(len(data))
-    return None if size_of(part) == total else "the connection broke"
+    return None if file_size(part) == total else "the connection broke"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Opening a prepared folder
 
 
 def open_data(name, model_config):
-    """data/<name>/ -> ([train ids, val ids], tokenizer, meta), all checked against each other.
+    """Open data/NAME/ -> ([train ids, val ids], tokenizer, meta), checked against each other and the model.
 
     The ids are uint16 arrays that stay on disk: a batch reads its windows only. meta is meta.json, with the
-    text of tokenizer.json as meta["tokenizer"].
+    text of tokenizer.json as meta["tokenizer"]. ValueError says what is missing, damaged or does not fit.
     """
-    folder = Path("data") / name
-    if name == "storybook" and model_config.sink_token not in ("", *bpe.SPECIALS):
-        raise ValueError(f"data=storybook has no {model_config.sink_token}: take data=storybook_munch.")
+    folder = DATA / name
+    sink = model_config.sink_token
+    need(name != "storybook" or sink in ("", *bpe.SPECIALS),
+         f"data=storybook has no {sink}: take data=storybook_munch.")
+    meta, tokens = read_meta(folder, model_config)
+    tokenizer = tokenizer_from_json(meta["tokenizer"])
+    need(sink in ("", *tokenizer.specials), f"{folder}/tokenizer.json has no token sink_token={sink!r}.")
+    need(tokenizer.vocab_size <= model_config.vocab_size,
+         f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
+         f"vocab_size={model_config.vocab_size}.")
+    for split, least in (("train", model_config.context + 1), ("val", 1)):
+        size = file_size(folder / f"{split}.bin")
+        need(size == 2 * tokens[split],
+             f"{folder}/{split}.bin has {size} bytes; meta.json says 2 x {tokens[split]}.")
+        need(tokens[split] >= least, f"{folder}/{split}.bin has {tokens[split]} tokens, but at least {least} "
+                                     f"are needed with context={model_config.context}.")
+    splits = [np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in tokens]
+    need(max(ids.max() for ids in splits) < tokenizer.vocab_size,
+         f"the data in {folder} has ids that its tokenizer does not know.")
+    return splits, tokenizer, meta
+
+
+def read_meta(folder, model_config):
+    """Read meta.json and tokenizer.json -> (meta, {split: number of tokens}), or ValueError."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         meta["tokenizer"] = (folder / "tokenizer.json").read_bytes().decode("utf-8")
-        same = hashlib.sha256(meta["tokenizer"].encode("utf-8")).hexdigest() == meta["tokenizer_sha256"]
-        sizes = {split: int(meta[split]["tokens"]) for split in ("train", "val")}
-        found = {split: (folder / f"{split}.bin").stat().st_size for split in sizes}
+        digest = hashlib.sha256(meta["tokenizer"].encode("utf-8")).hexdigest()
+        same_tokenizer = digest == meta["tokenizer_sha256"]
+        tokens = {split: int(meta[split]["tokens"]) for split in ("train", "val")}
+        for split in tokens:
+            (folder / f"{split}.bin").stat()  # FileNotFoundError if it is missing
         readable = meta["format"] == 1
     except (FileNotFoundError, NotADirectoryError):
-        command = f"python prepare.py --name {name} --vocab_size {model_config.vocab_size}"
+        command = f"python prepare.py --name {folder.name} --vocab_size {model_config.vocab_size}"
         command += " --munch" if model_config.sink_token else ""
         raise ValueError(f"there is no data in {folder}: {command} makes it of TinyStories, or of your own "
                          "text with --input.") from None
     except (KeyError, TypeError, ValueError, RecursionError):
         readable = False
-    if not readable:
-        raise ValueError(f"{folder} is damaged, or of another version: remove it and make it anew.")
-    if not same:
-        raise ValueError(f"{folder}/tokenizer.json is not the one that the data was made with.")
-    tokenizer = tokenizer_from_json(meta["tokenizer"])
-    if model_config.sink_token not in ("", *tokenizer.specials):
-        raise ValueError(f"{folder}/tokenizer.json has no token sink_token={model_config.sink_token!r}.")
-    if tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(f"{folder}/tokenizer.json has {tokenizer.vocab_size} tokens, more than the model's "
-                         f"vocab_size={model_config.vocab_size}.")
-    for split, needed in (("train", model_config.context + 1), ("val", 1)):
-        tokens = sizes[split]
-        if found[split] != 2 * tokens:
-            raise ValueError(f"{folder}/{split}.bin has {found[split]} bytes; meta.json says 2 x {tokens}.")
-        if tokens < needed:
-            raise ValueError(f"{folder}/{split}.bin has {tokens} tokens, but at least {needed} are "
-                             f"needed with context={model_config.context}.")
-    splits = [np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in sizes]
-    if max(ids.max() for ids in splits) >= tokenizer.vocab_size:
-        raise ValueError(f"the data in {folder} has ids that its tokenizer does not know.")
-    return splits, tokenizer, meta
+    need(readable, f"{folder} is damaged, or of another version: remove it and make it anew.")
+    need(same_tokenizer, f"{folder}/tokenizer.json is not the one that the data was made with.")
+    return meta, tokens

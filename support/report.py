@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from model import Cache, LanguageModel, MergingBlock, NoCache
+from model import Cache, LanguageModel, NoCache
 
 
 LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
@@ -87,7 +87,7 @@ def merging_line(model, ratio, batch_size):
 
     config, T, saved = model.config, model.config.context, 0
     passes = 4 if model.gradient_checkpointing else 3  # forward, again for backward; backward costs two
-    merging = [layer for layer, block in enumerate(model.blocks) if isinstance(block, MergingBlock)]
+    merging = [layer for layer, block in enumerate(model.blocks) if getattr(block, "find_pairs", None)]
     with torch.device("meta"):
         copy = LanguageModel(config).eval()
         whole = flops(copy, torch.zeros(1, T, dtype=torch.long))

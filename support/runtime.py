@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 
+from support import need
+
 
 def choose_device(device, dtype):
     """Names from the command line -> (torch.device, torch.dtype to compute in), or ValueError.
@@ -152,6 +154,30 @@ def prepare_decoding(model, compiled=False):
     elif weight.is_cpu and weight.dtype == torch.float32:
         head_by_columns(model)
     return cache
+
+
+def open_model(path, device, dtype):
+    """A checkpoint, the newest if path is None -> (its path, its model in eval mode on the device, tokenizer)."""
+    from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
+
+    device, dtype = choose_device(device, dtype)
+    path = path or newest_checkpoint()
+    checkpoint = load_checkpoint(path)
+    tokenizer = checkpoint_tokenizer(checkpoint, path)
+    model = load_model(checkpoint).to(device, dtype).eval()
+    need(tokenizer.vocab_size <= model.config.vocab_size,
+         "the checkpoint's tokenizer has more tokens than its model.")
+    sink_ids(model.config, tokenizer)  # it must have one, if the model wants one
+    return path, model, tokenizer
+
+
+def sink_ids(config, tokenizer):
+    """The attention sink that stands in front of every window and prompt: a list of its id, or an empty one."""
+    if not config.sink_token:
+        return []
+    need(config.sink_token in tokenizer.specials,
+         f"the checkpoint's tokenizer lacks its model's sink_token {config.sink_token!r}.")
+    return [tokenizer.specials[config.sink_token]]
 
 
 def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size"):

@@ -53,7 +53,7 @@ def test_idle_parameters_do_not_count():
         options = ablate.plan("storybook", variant, 9, 1024)
         config = ablate.configs(options)[1]
         total = sum(p.numel() for p in LanguageModel(config).parameters())
-        idle = 2 * config.d_model * config.kv_heads * config.head_width + 1
+        idle = 2 * config.d_model * config.n_kv_head * config.d_head + 1
         assert ablate.count(options) == total - idle_layers * idle
 
 

@@ -16,13 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from support import settings
 import sample
 import tokenizer as tokenizers
-import train
 from extras import convert
 from extras.convert import load_reference, to_reference
 from model import Cache, LanguageModel, ModelConfig
+from support import settings
+from support.checkpoint import load_checkpoint, load_model, save_checkpoint
+from support.runtime import run_main
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,7 +206,7 @@ def test_the_defaults_are_those_of_the_recipes(layout, name, changes):
 
 def test_lookback_0_means_all_layers_there_and_none_here():
     _, config, weights = golden("helix")
-    assert load_reference(config | {"gcla_lookback": 0}, weights).config.layers_below == 3
+    assert load_reference(config | {"gcla_lookback": 0}, weights).lookback == 3
     with pytest.raises(ValueError, match="lookback=0"):
         to_reference(make(HELIX | {"lookback": 0}))
 
@@ -254,7 +255,7 @@ def run(monkeypatch, capsys, tmp_path):
         capsys.readouterr()
         code = None
         try:
-            module.main()
+            run_main(module.main)
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
@@ -264,7 +265,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 def save(model, path, tokenizer=None):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    train.save_checkpoint({"format": 1, "step": 7, "best_val_loss": 1.5, "model": model.state_dict(),
+    save_checkpoint({"format": 1, "step": 7, "best_val_loss": 1.5, "model": model.state_dict(),
                            "optimizer": {}, "scaler": {}, "model_config": asdict(model.config),
                            "train_config": {}, "tokenizer": tokenizer.to_json() if tokenizer else ""},
                           Path(path))
@@ -272,7 +273,7 @@ def save(model, path, tokenizer=None):
 
 def effective(config):
     """A config without what has no effect, or had it only in the beginning."""
-    return convert.explicit(config) | {"lookback": config.layers_below, "init": "", "embedding_std": 0.02}
+    return convert.explicit(config) | {"lookback": LanguageModel(config).lookback, "init": "", "embedding_std": 0.02}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -283,8 +284,8 @@ def test_export_then_import_changes_nothing(run, tokenizer, name):
     assert run(convert, "export", "a.pt", "folder")[0] is None
     assert sorted(os.listdir("folder"))[:2] == ["config.json", TENSORS]
     assert run(convert, "import", "folder", "out/b/ckpt.pt")[0] is None
-    checkpoint = train.load_checkpoint(Path("out/b/ckpt.pt"))
-    back = train.load_model(checkpoint)
+    checkpoint = load_checkpoint(Path("out/b/ckpt.pt"))
+    back = load_model(checkpoint)
     assert effective(back.config) == effective(model.config)
     assert checkpoint["tokenizer"] == tokenizer.to_json()
     assert back.state_dict().keys() == model.state_dict().keys()
@@ -319,7 +320,7 @@ def test_a_token_that_the_tokenizer_puts_in_front_becomes_the_sink(run, wrapped)
     file["post_processor"] = {"type": "Sequence", "processors": [plain, post]} if wrapped else post
     Path("folder/tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
     run(convert, "import", "folder", "b.pt")
-    checkpoint = train.load_checkpoint(Path("b.pt"))
+    checkpoint = load_checkpoint(Path("b.pt"))
     assert checkpoint["model_config"]["sink_token"] == "<|actor|>"
     assert checkpoint["tokenizer"] == munch.to_json()
     code, story, _ = run(sample, "--checkpoint=b.pt", "--prompt=the frog", "--max_new_tokens=9", "--no_stop")

@@ -76,10 +76,11 @@ def changed(number, *changes):
 BUDGET = """
 import torch
 from model import LanguageModel
+from support import report
 
 def budget(config, length):
     with torch.device("meta"):
-        return LanguageModel(config).budget(length)
+        return report.budget(LanguageModel(config), length)
 
 def parameters(config): return sum(budget(config, 1)["parameters"].values())
 def cache_bytes(config, length): return budget(config, length)["cache_bytes"]
@@ -95,12 +96,12 @@ def state_bytes(config): return budget(config, 1)["state_bytes"]
     (changed(1, "block + C  # -> block  #"), "after the last block"),
     (changed(1, "+ 2 * C  # two -> + C  # two"), "a block has two norms"),
     (changed(1, "(H + 2 * K) * D -> 3 * H * D"), "W_k and W_v are that much smaller"),
-    (changed(1, "config.head_width\n -> config.d_model // config.n_head\n"), "H D not C"),
+    (changed(1, "config.d_head\n -> config.d_model // config.n_head\n"), "H D not C"),
     (changed(1, "D * H + H * H + H if config.gate else 0 -> D * H + H * H + H"), "no gate to count"),
-    (changed(1, "2 * config.kv_heads -> config.kv_heads"), "keys and values are both kept"),
-    (changed(1, "* length * config.head_width * 4 -> * length * config.head_width"), "has 4 bytes"),
-    (changed(1, "2 * config.kv_heads -> 2 * config.n_head"), "keeps the K = 2 heads"),
-    (changed(1, "config.n_layer * config.head_width * 4 if -> config.n_layer * config.d_model * 4 if"),
+    (changed(1, "2 * config.n_kv_head -> config.n_kv_head"), "keys and values are both kept"),
+    (changed(1, "* length * config.d_head * 4 -> * length * config.d_head"), "has 4 bytes"),
+    (changed(1, "2 * config.n_kv_head -> 2 * config.n_head"), "keeps the K = 2 heads"),
+    (changed(1, "config.n_layer * config.d_head * 4 if -> config.n_layer * config.d_model * 4 if"),
      "D numbers, not H D"),
     (changed(1, "* 4 if config.gate else 0 -> * 4"), "no running sum"),
 ])
@@ -109,14 +110,14 @@ def test_exercise_1(source, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("source, sentence", [
-    (changed(2, "half = config.head_width // 2\n    i -> from model import spiral_rotary\n"
+    (changed(2, "half = config.d_head // 2\n    i -> from model import spiral_rotary\n"
              "    return spiral_rotary(config, position)\n    i"), "still the spiral"),
     (changed(2, "angle = position -> config.alpha = 0.0\n    angle = position"), "changes the config"),
     (changed(2, "return angle.cos(), angle.sin() -> "
              "return [y.repeat_interleave(2, dim=-1) for y in (angle.cos(), angle.sin())]"),
      "a column for each pair"),
     (changed(2, "config.rope_base ** (-i / half) -> 10000 ** (-i / half)"), "config.rope_base"),
-    (changed(2, "(-i / half) -> (-i / config.head_width)"), "the exponent is -2i/D"),
+    (changed(2, "(-i / half) -> (-i / config.d_head)"), "the exponent is -2i/D"),
     (changed(2, "angle.cos(), angle.sin() -> angle.rad2deg().cos(), angle.rad2deg().sin()"), "radians"),
     (changed(2, "angle.cos(), angle.sin() -> angle.sin(), angle.cos()"), "changed places"),
     (changed(2, "dtype=position.dtype, -> ", "position[:, None] -> position.float()[:, None]"), "rounded"),
@@ -130,7 +131,7 @@ def test_exercise_2(source, sentence, tmp_path):
 
 
 def test_exercise_2_may_be_solved_with_the_spiral(tmp_path):
-    source = changed(2, "half = config.head_width // 2\n    i -> from dataclasses import replace\n"
+    source = changed(2, "half = config.d_head // 2\n    i -> from dataclasses import replace\n"
                      "    from model import spiral_rotary\n"
                      "    return spiral_rotary(replace(config, alpha=0.0), position)\n    i")
     assert say(2, source, tmp_path) == "right"
@@ -249,7 +250,7 @@ RAW_GATE = """
 from model import PARTS, GatedSpiralAttention, apply_rotary, join_heads, running_mean, unit_rms
 
 class GatedQKNorm(GatedSpiralAttention):
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         raw, k, v = self.project(x)
         q, k = apply_rotary(unit_rms(raw), *rotary), apply_rotary(unit_rms(k), *rotary)
         if self.gate is not None:
@@ -371,15 +372,15 @@ def test_mean_pooled(source, sentence, tmp_path):
 
 
 @pytest.mark.parametrize("source, sentence", [
-    (unchanged("PreNormBlock", "CausalMerging", "block", "causal_merging"),
+    (unchanged("MergingBlock", "CausalMerging", "block", "causal_merging"),
      "still the average of both its tokens"),
-    (unchanged("PreNormBlock", "CausalMerging", "block", "causal_merging",
-               "def forward(self, x, *rest): return PreNormBlock.forward(self.eval(), x, *rest)"),
+    (unchanged("MergingBlock", "CausalMerging", "block", "causal_merging",
+               "def forward(self, x, *rest): return MergingBlock.forward(self.eval(), x, *rest)"),
      "nothing merges"),
     (changed(11, "self.training and  -> "), "in eval mode nothing may merge"),
-    (changed(11, " and isinstance(past, NoCache) -> "), "with a cache nothing may merge"),
-    (changed(11, "[first_twice(summary) for summary in below] -> below"),
-     "below are those of the second token"),
+    (changed(11, " and past.whole -> "), "with a cache nothing may merge"),
+    (changed(11, "[first_twice(summary) for summary in summaries] -> summaries"),
+     "summaries are those of the second token"),
     (changed(11, "second, first_twice(h), -> second, h,"), "still the average of both its tokens"),
     (changed(11,
      "second[..., None], y.roll(1, dims=1) -> second.roll(-1, dims=1)[..., None], y.roll(-1, dims=1)"),
@@ -387,7 +388,7 @@ def test_mean_pooled(source, sentence, tmp_path):
     (changed(11, "self.find_pairs(h.detach(), -> self.find_pairs(h.detach().roll(-1, dims=1),"),
      "decide by the next one"),
     (changed(11, "self.merge_ratio = -> ratio ="), "merge_ratio is 0.000"),
-    (changed(11, "below)\n        return -> below) * ~second[..., None]\n        return"),
+    (changed(11, "summaries)\n        return -> summaries) * ~second[..., None]\n        return"),
      "both get the result"),
 ])
 def test_causal_merging(source, sentence, tmp_path):

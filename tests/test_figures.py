@@ -14,8 +14,9 @@ sys.path.insert(0, str(ROOT / "extras"))
 
 import figures
 import tokenizer as tokenizers
-import train
 from model import LanguageModel, ModelConfig, apply_rotary
+from support.checkpoint import save_checkpoint
+from support.runtime import run_main
 
 TEXT = "The frog saw a big red ball in the pond and jumped after it at once, and the frog was happy."
 TOKENIZER = tokenizers.train_bpe(tokenizers.count_chunks([TEXT, TEXT]), 300)
@@ -150,7 +151,7 @@ def write_run(folder, tokenizer=TOKENIZER, rows=3, **changes):
     """out/<run> with a model that has not learned, and a log."""
     model = small_model(**changes).float()
     folder.mkdir(parents=True)
-    train.save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
+    save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
                            "train_config": {"data": "tales"}, "tokenizer": tokenizer.to_json(), "step": 0,
                            "optimizer": {}, "scaler": {}, "best_val_loss": 0.0}, folder / "ckpt.pt")
     lines = ["step,train_loss,val_loss,bits_per_byte", "0,,4,2", "5,3.5,,", "10,3,3,1.5"]
@@ -188,7 +189,7 @@ def draw(monkeypatch, capsys):
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["figures.py", *map(str, words)])
         try:
-            figures.main()
+            run_main(figures.main)
         except SystemExit as exit:
             return exit.code
     return call

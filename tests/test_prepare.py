@@ -21,6 +21,9 @@ import pytest
 import prepare
 import storybook
 import tokenizer as bpe
+from support import corpus
+from support.hf_tokenizer import load_tokenizer
+from support.runtime import run_main
 
 SCRIPT = str(Path(prepare.__file__).resolve())
 posix = pytest.mark.skipif(os.name == "nt", reason="signals and limits of POSIX")
@@ -47,7 +50,7 @@ def write(path, documents, delimiter="\n<|endoftext|>\n"):
 
 
 def go(*arguments):
-    prepare.main([str(argument) for argument in arguments])
+    run_main(partial(prepare.main, [str(argument) for argument in arguments]))
 
 
 def refused(*arguments):
@@ -70,7 +73,7 @@ def ids_of(name, split):
 
 def decoded(name, split):
     """The documents of a split."""
-    tokenizer = bpe.load(f"data/{name}/tokenizer.json")
+    tokenizer = load_tokenizer(f"data/{name}/tokenizer.json")
     ids = ids_of(name, split).tolist()
     assert ids[-1] == tokenizer.end_of_text
     ends = [i for i, id in enumerate(ids) if id == tokenizer.end_of_text]
@@ -85,7 +88,7 @@ def test_meta_and_files_say_what_is_there():
     go("--name", "mine", "--input", "a.txt", "b.txt", "--val_input", "val.txt", "--vocab_size", 300)
     assert decoded("mine", "train") == documents and decoded("mine", "val") == held_out
     meta = json.loads(Path("data/mine/meta.json").read_text("utf-8"))
-    tokenizer = bpe.load("data/mine/tokenizer.json")
+    tokenizer = load_tokenizer("data/mine/tokenizer.json")
     assert meta["format"] == 1 and meta["name"] == "mine" and meta["source"] == "a.txt, b.txt, val.txt"
     assert meta["vocab_size"] == tokenizer.vocab_size == 300 and meta["end_of_text"] == tokenizer.end_of_text
     saved = Path("data/mine/tokenizer.json").read_bytes()
@@ -99,7 +102,7 @@ def test_meta_and_files_say_what_is_there():
 
 def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
     documents = make_documents(60)
-    monkeypatch.setattr(prepare, "BLOCK", 64)                  # so that CRLFs and delimiters are cut in two
+    monkeypatch.setattr(corpus, "BLOCK", 64)                  # so that CRLFs and delimiters are cut in two
     clean = "\n<|endoftext|>\n".join(documents).encode() + b"\n"
     blank = b"\n<|endoftext|> \n\t\n<|endoftext|>\n"
     variants = {
@@ -116,19 +119,19 @@ def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
 
 
 def stream(path, delimiter=prepare.END, cut=True):
-    return list(prepare.documents([path], delimiter, cut, None))
+    return list(corpus.read_documents([path], delimiter, cut, None))
 
 
 def test_blocks_do_not_show(monkeypatch):
     text = "\ufeffäö🙂\r\n---\r\nzwei\r\r---\r\n\n---\n\r\n drei---\n---\r\n--\r\n---"
     Path("in.txt").write_bytes(text.encode())
     for block in range(1, 40):
-        monkeypatch.setattr(prepare, "BLOCK", block)
+        monkeypatch.setattr(corpus, "BLOCK", block)
         assert stream("in.txt", "\n---\n") == [(d, True) for d in ("äö🙂", "zwei", "drei---", "--\n---")]
     for text, found in (("xaaa", ["x", "a"]), ("aaaab", ["b"]), ("xa", ["xa"]), ("a", ["a"])):
         Path("in.txt").write_text(text)
         for block in (1, 2, 3, 9):
-            monkeypatch.setattr(prepare, "BLOCK", block)
+            monkeypatch.setattr(corpus, "BLOCK", block)
             assert stream("in.txt", "aa") == [(d, True) for d in found]
 
 
@@ -136,8 +139,8 @@ def test_blocks_do_not_show(monkeypatch):
 @pytest.mark.parametrize("nfc", [False, True])
 def test_the_pieces_of_a_long_document_are_encoded_like_the_whole(monkeypatch, pattern, nfc):
     """Cut anywhere else (try `SAFE_CUT = re.compile("(?=.)")`), the chunks at the seams would differ."""
-    monkeypatch.setattr(prepare, "BLOCK", 53)
-    monkeypatch.setattr(prepare, "PIECE", 40)
+    monkeypatch.setattr(corpus, "BLOCK", 53)
+    monkeypatch.setattr(corpus, "PIECE", 40)
     for seed in range(60):
         document = re.sub("<.endoftext", "<", "".join(make_documents(6, seed)))
         parts = stream(write("in.txt", [document, "last"]))
@@ -155,7 +158,7 @@ def test_every_single_safe_cut_is_safe():
     rng, cuts = random.Random(0), 0
     for _ in range(3000):
         text = "".join(rng.choice("aZ1 \n\t'.s_-é\u0301猫。\u00a0") for _ in range(rng.randrange(2, 12)))
-        for cut in (match.start() for match in prepare.SAFE_CUT.finditer(text)):
+        for cut in (match.start() for match in corpus.SAFE_CUT.finditer(text)):
             cuts += 1
             for pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN):
                 for nfc in (False, True):
@@ -166,7 +169,7 @@ def test_every_single_safe_cut_is_safe():
 
 def test_a_long_document_has_bounded_pieces_and_no_white_space_around(monkeypatch):
     for constant, value in (("BLOCK", 1000), ("PIECE", 2000), ("LIMIT", 8000)):
-        monkeypatch.setattr(prepare, constant, value)
+        monkeypatch.setattr(corpus, constant, value)
     Path("in.txt").write_text("\n" * 5000 + "word " * 20_000 + "\n" * 5000)
     parts = stream("in.txt")
     assert "".join(text for text, _ in parts) == ("word " * 20_000).strip() and parts[-1][1]
@@ -181,10 +184,10 @@ def test_a_long_document_has_bounded_pieces_and_no_white_space_around(monkeypatc
 
 
 def test_no_cut_goes_through_a_delimiter(monkeypatch):
-    monkeypatch.setattr(prepare, "BLOCK", 1)
+    monkeypatch.setattr(corpus, "BLOCK", 1)
     Path("in.txt").write_text("word " * 20 + "<x> <x>" + "last " * 20)
     for length in range(1, 30):
-        monkeypatch.setattr(prepare, "PIECE", length)
+        monkeypatch.setattr(corpus, "PIECE", length)
         text = "".join(text + "|" * ends for text, ends in stream("in.txt", "<x> <x>"))
         assert text == ("word " * 20).strip() + "|" + ("last " * 20).strip() + "|"
 
@@ -205,13 +208,13 @@ def test_split_is_by_whole_documents_and_stays():
 
 
 def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE", 4000)
+    monkeypatch.setattr(corpus, "PIECE", 4000)
     monkeypatch.setattr(prepare, "HEAD", 1000)
     write("in.txt", [f"{i} " + "word " * 5000 for i in range(9)])
     keys = set()
     for cut, block in ((True, 700), (True, 7000), (True, 10**6), (False, 7000)):
-        monkeypatch.setattr(prepare, "BLOCK", block)
-        keys.add(tuple(key for key, (_, ends) in prepare.hashed(stream("in.txt", cut=cut)) if ends))
+        monkeypatch.setattr(corpus, "BLOCK", block)
+        keys.add(tuple(key for key, (_, ends) in prepare.with_hashes(stream("in.txt", cut=cut)) if ends))
     assert len(keys) == 1 and len(set(*keys)) == 9
 
 
@@ -254,7 +257,7 @@ def test_bad_text_gets_one_sentence():
 def test_the_offset_of_a_bad_byte_counts_from_the_beginning_of_the_file(monkeypatch):
     Path("bad.txt").write_bytes("ä€🙂".encode() * 20 + b"\xf0\x9f" + b"x" * 50)
     for block in (1, 2, 3, 5, 7, 64, 1000):
-        monkeypatch.setattr(prepare, "BLOCK", block)
+        monkeypatch.setattr(corpus, "BLOCK", block)
         with pytest.raises(ValueError, match="offset 180"):
             stream("bad.txt")
     for data, offset in ((b"\xef\xbb\xbf" + "ä€🙂".encode() * 9000, 81_003), ("€".encode() * 9000, 27_000)):
@@ -282,7 +285,7 @@ def test_options_that_do_not_go_together():
 def test_ids_that_do_not_fit_are_refused_not_wrapped(monkeypatch):
     class Wide:
         end_of_text, encode = 70_000, staticmethod(lambda text: [1, 2])
-    monkeypatch.setattr(prepare, "parse", lambda json_text: Wide)
+    monkeypatch.setattr(prepare, "parsed_tokenizer", lambda json_text: Wide)
     assert prepare.encode_batch([("x", False)], "")[0] == b"\1\0\2\0"
     with pytest.raises(ValueError, match="70000"):
         prepare.encode_batch([("x", True)], "")
@@ -314,14 +317,14 @@ def test_munch_has_the_vocabulary_of_bpe_and_silias_specials(monkeypatch):
     documents, held_out = make_documents(120) + [names], make_documents(9, seed=1) + [names]
     write("in.txt", documents), write("val.txt", held_out)
     text = ["--input", "in.txt", "--val_input", "val.txt", "--workers", 1]
-    monkeypatch.setattr(prepare, "BATCH", 3000)
+    monkeypatch.setattr(corpus, "BATCH", 3000)
     go("--name", "munch", *text, "--vocab_size", 400, "--munch")
     go("--name", "two", *text, "--vocab_size", 400, "--munch", "--workers", 2)
     go("--name", "given", *text, "--tokenizer", "data/munch/tokenizer.json")
     go("--name", "bpe", *text, "--vocab_size", 402)          # which has four special tokens
     assert contents("munch") == contents("two") == contents("given")
     assert decoded("munch", "train") == documents and decoded("munch", "val") == held_out
-    munch, other = (bpe.load(f"data/{name}/tokenizer.json") for name in ("munch", "bpe"))
+    munch, other = (load_tokenizer(f"data/{name}/tokenizer.json") for name in ("munch", "bpe"))
     assert type(munch) is bpe.MaximalMunch and type(other) is bpe.Tokenizer and munch.vocab == other.vocab
     assert munch.specials == {"<|end-text|>": 398, "<|actor|>": 399}
     assert json.loads(Path("data/munch/meta.json").read_text("utf-8"))["end_of_text"] == 398
@@ -358,7 +361,7 @@ def test_a_full_disk_leaves_no_folder():
 def test_the_number_of_workers_does_not_show(monkeypatch):
     write("in.txt", make_documents(700) + ["long one " * 5000])
     for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 3000)):
-        monkeypatch.setattr(prepare, constant, value)
+        monkeypatch.setattr(corpus, constant, value)
     for workers in (1, 2, 3):
         go("--name", f"w{workers}", "--input", "in.txt", "--vocab_size", 400, "--workers", workers)
     assert contents("w1") == contents("w2") == contents("w3")
@@ -375,15 +378,15 @@ def die(batch):
 def test_an_error_in_a_worker_is_an_error_of_the_program():
     for work, sentence in ((fail, "The batch of 1 is no good."), (die, "A worker process died")):
         with pytest.raises(ValueError, match=sentence):
-            list(prepare.spread(work, iter([("text", True)]), workers=2))
+            list(corpus.map_batches(work, iter([("text", True)]), workers=2))
 
 
 def test_only_a_few_batches_are_under_way(monkeypatch):
     """A source that is quicker than the workers must not fill the memory."""
-    monkeypatch.setattr(prepare, "BATCH", 1)
+    monkeypatch.setattr(corpus, "BATCH", 1)
     read = []
     source = (read.append(i) or (f"text {i}", True) for i in range(50))
-    results = prepare.spread(partial(prepare.count_batch, nfc=False), source, workers=2)
+    results = corpus.map_batches(partial(prepare.count_batch, nfc=False), source, workers=2)
     next(results)
     assert len(read) <= 6
     assert sum(1 for _ in results) == 49
@@ -441,8 +444,8 @@ def test_storybook_and_its_floor(capsys):
 
 
 def test_a_storybook_for_silia_beside_the_other():
-    folder = prepare.storybook("silia_storybook", 400, train=80, val=20, seed=3, munch=True)
-    tokenizer = bpe.load(folder / "tokenizer.json")
+    folder = prepare.storybook("silia_storybook", 400, train=80, val=20, seed=3, longest_match=True)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
     assert type(tokenizer) is bpe.MaximalMunch and tokenizer.vocab_size == 400
     assert decoded("silia_storybook", "val") == [text for text, _ in storybook.stories(20, 7)]
     floor = json.loads((folder / "meta.json").read_text("utf-8"))["val"]["floor_bits_per_byte"]
@@ -491,7 +494,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(prepare, "PAUSE", 0)
+    monkeypatch.setattr(corpus, "PAUSE", 0)
     server = Server(random.Random(0).randbytes(900_000))
     yield server
     server.shutdown()
@@ -499,7 +502,7 @@ def server(monkeypatch):
 
 
 def fetch(server):
-    prepare.download(f"{server.url}/file", Path("raw/file"))
+    corpus.download(f"{server.url}/file", Path("raw/file"))
     assert os.listdir("raw") == ["file"]
     return Path("raw/file").read_bytes()
 

@@ -13,8 +13,10 @@ import torch
 import sample
 import test_model
 import tokenizer as tokenizers
-import train
 from model import Cache, LanguageModel, ModelConfig
+from support.checkpoint import load_checkpoint, load_model, save_checkpoint
+from support.hf_tokenizer import tokenizer_from_json
+from support.runtime import compile_decoding, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +33,7 @@ def write_checkpoint(path, **changes):
         for p in model.parameters():
             p *= 20 if p.dim() == 2 else 1  # a model with opinions, on what it reads and on what it has read
     path.parent.mkdir(parents=True, exist_ok=True)
-    train.save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
+    save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
                            "train_config": {}, "tokenizer": tokenizer.to_json(), "step": 0, "optimizer": {},
                            "scaler": {}, "best_val_loss": 0.0}, path)
 
@@ -52,7 +54,7 @@ def run(monkeypatch, capsys):
         capsys.readouterr()
         code = None
         try:
-            sample.main()
+            run_main(sample.main)
         except SystemExit as exit:
             code = exit.code
         return code, *capsys.readouterr()
@@ -67,8 +69,8 @@ def test_text_goes_to_stdout_and_speed_to_stderr(here, run):
 
 
 def test_greedy_output_is_the_models_argmax(here, run):
-    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
-    model, tokenizer = train.load_model(checkpoint).eval(), tokenizers.parse(checkpoint["tokenizer"])
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = load_model(checkpoint).eval(), tokenizer_from_json(checkpoint["tokenizer"])
     x = torch.tensor([tokenizer.encode("The frog")])
     for _ in range(10):
         x = torch.cat([x, model(x)[0][:, -1:].argmax(-1)], dim=1)
@@ -101,8 +103,8 @@ def test_prompts_from_files_and_pipes(here, run):
 
 
 def test_an_empty_prompt_begins_a_document(here, run):
-    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
-    model, tokenizer = train.load_model(checkpoint), tokenizers.parse(checkpoint["tokenizer"])
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
     first = model(torch.tensor([[tokenizer.end_of_text]]))[0][0, -1].argmax().item()
     for words in (["--prompt="], []):
         _, out, _ = run(*words, "--max_new_tokens=1", "--temperature=0", "--no_stop")
@@ -110,11 +112,11 @@ def test_an_empty_prompt_begins_a_document(here, run):
 
 
 def test_it_stops_at_the_end_of_text_unless_told_not_to(here, run):
-    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
     weight = checkpoint["model"]["embedding.weight"]
     weight.zero_()[:, 0] = 1.0
-    weight[tokenizers.parse(checkpoint["tokenizer"]).end_of_text, 0] = 9.0  # always the likeliest
-    train.save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
+    weight[tokenizer_from_json(checkpoint["tokenizer"]).end_of_text, 0] = 9.0  # always the likeliest
+    save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
     words = ["--prompt=The", "--max_new_tokens=9", "--temperature=0"]
     _, out, err = run(*words)
     assert out == "The\n" and err.startswith("[1 tokens")
@@ -163,10 +165,10 @@ def test_without_any_checkpoint_it_says_what_to_do(tmp_path, monkeypatch, run):
 
 def test_chat_keeps_the_cache_across_turns(here, run):
     """The second answer equals that of a model that reads the whole conversation at once."""
-    checkpoint = train.load_checkpoint("out/run/ckpt.pt")
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
     checkpoint["model_config"]["context"] = 400
-    train.save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
-    model, tokenizer = train.load_model(checkpoint), tokenizers.parse(checkpoint["tokenizer"])
+    save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
+    model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
     end, ids, answers = tokenizer.specials["<|end|>"], [], []
     for text in ("Hi frog", "Who are <|end|> you?"):  # a special token that is typed ends nothing
         ids += tokenizer.encode("\n") if ids else []
@@ -206,7 +208,7 @@ def test_compiled_decoding_gives_the_same_logits(caplog):
         told = [int(id) for id in model.generate(idx, 30, temperature=0, cache=Cache(49))]
         results.append((torch.cat(logits, dim=1), told))
         with inductor.patch(freezing=False):  # compile_decoding sets it; here it is set back
-            sample.compile_decoding(model, cache)
+            compile_decoding(model, cache)
         assert cache.length == 0 and cache.tokens is None
     (plain, told), (compiled, retold) = results
     assert (plain - compiled).abs().max() < 1e-10 and told == retold
@@ -220,8 +222,36 @@ def test_a_failing_compiler_is_one_sentence(here, run, monkeypatch):
 
 
 def test_help_and_misspelt_options_need_no_torch(here):
-    slow = "import sys; sys.modules['torch'] = None; import sample; sample.main()"
+    slow = "import sys; sys.modules['torch'] = None; import sample; sample.run_main(sample.main)"
     for word, code in (("--help", 0), ("--temprature=1", 1)):
         done = subprocess.run([sys.executable, "-c", slow, word], capture_output=True, encoding="utf-8",
                               env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == code and done.stderr.count("\n") == code and "Traceback" not in done.stderr
+
+
+def raises(error):
+    def main():
+        raise error
+    return main
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (ValueError("dtype=1 is none."), "error: dtype=1 is none."),
+    (FileNotFoundError(2, "No such file or directory", "a.txt"), "error: a.txt: No such file or directory."),
+    (OSError(28, "No space left on device"), "error: output: No space left on device."),
+    (OSError("cannot write a.pt: full"), "error: cannot write a.pt: full"),
+    (MemoryError(), "error: out of memory; try less."),
+    (torch.OutOfMemoryError("CUDA"), "error: out of memory; try less."),
+    (KeyboardInterrupt(), 130), (SystemExit(1), 1),
+], ids=repr)
+def test_every_script_ends_with_a_sentence_and_a_status(error, sentence, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_main(raises(error), interrupted="stopped.", advice="try less")
+    assert end.value.code == sentence
+    assert capsys.readouterr().err == ("stopped.\n" if sentence == 130 else "")
+
+
+def test_a_bug_keeps_its_traceback():
+    for error in (RuntimeError("shapes"), KeyError("x")):
+        with pytest.raises(type(error)):
+            run_main(raises(error))

@@ -15,7 +15,8 @@ import pytest
 import regex
 
 import tokenizer as tok
-from tokenizer import MaximalMunch, Tokenizer, count_chunks, encode_chat, load, parse, train_bpe
+from support.hf_tokenizer import load_tokenizer, tokenizer_from_json
+from tokenizer import MaximalMunch, Tokenizer, count_chunks, encode_chat, train_bpe
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "don't", "I'LL", "banana", "1234567", "--", "日本語",
@@ -322,7 +323,7 @@ def test_chat(small):
 def test_nfc():
     chunks = count_chunks(["cafe\u0301 cafe\u0301"], nfc=True)
     assert "cafés"[:-1] in chunks
-    tokenizer = parse(train_bpe(chunks, 264, nfc=True, specials=("<|endoftext|>", "<e\u0301>")).to_json())
+    tokenizer = tokenizer_from_json(train_bpe(chunks, 264, nfc=True, specials=("<|endoftext|>", "<e\u0301>")).to_json())
     assert tokenizer.nfc and tokenizer.encode("cafe\u0301") == tokenizer.encode("café")
     mixed = tokenizer.encode("<e\u0301>e\u0301", allow_special=True)
     assert mixed == [tokenizer.specials["<e\u0301>"], *tokenizer.encode("é")]
@@ -339,7 +340,7 @@ def test_munch_is_not_bpe():
     assert munch.vocab == bpe.vocab and munch.specials == bpe.specials
     assert [bpe.token_bytes(id) for id in bpe.encode("the")] == [b"t", b"he"]
     assert [munch.token_bytes(id) for id in munch.encode("the")] == [b"th", b"e"]
-    assert munch.encode("the theth") != parse(bpe.to_json()).encode("the theth")
+    assert munch.encode("the theth") != tokenizer_from_json(bpe.to_json()).encode("the theth")
 
 
 @pytest.mark.parametrize("pattern", [tok.GPT4_PATTERN, tok.GPT2_PATTERN, r"[\s\S]+", r"(\p{L})+"])
@@ -389,10 +390,10 @@ def test_specials_of_silia():
 
 
 def test_the_model_type_tells_the_two_kinds_apart(small):
-    specials_first = parse(json.dumps(published()))
+    specials_first = tokenizer_from_json(json.dumps(published()))
     nfc = train_bpe(Counter(["ab"]), 258, ("</s>",), nfc=True, pattern=r"\p{L}+")
     for tokenizer in (small, munching(small), specials_first, munching(specials_first), nfc, munching(nfc)):
-        again = parse(tokenizer.to_json())
+        again = tokenizer_from_json(tokenizer.to_json())
         assert type(again) is type(tokenizer) and again.to_json() == tokenizer.to_json()
         for part in ("vocab", "specials", "merges", "pattern", "nfc"):
             assert getattr(again, part) == getattr(tokenizer, part)
@@ -405,7 +406,7 @@ def test_the_model_type_tells_the_two_kinds_apart(small):
 def test_save_and_load(either, tmp_path):
     path = tmp_path / "tokenizer.json"
     either.save(path)
-    again = load(path)
+    again = load_tokenizer(path)
     assert os.listdir(tmp_path) == ["tokenizer.json"]  # no temporary file
     assert path.read_bytes() == again.to_json().encode() == either.to_json().encode()
     assert path.read_bytes().endswith(b"}\n") and b"\r" not in path.read_bytes()
@@ -442,14 +443,14 @@ def published():
 
 def test_a_published_file():
     file = published()
-    tokenizer = parse(json.dumps(file))
+    tokenizer = tokenizer_from_json(json.dumps(file))
     assert (tokenizer.vocab_size, tokenizer.end_of_text, tokenizer.pattern) == (264, 2, tok.GPT2_PATTERN)
     assert [tokenizer.token_bytes(id) for id in (4, 5, 261, 262)] == [b"!", b'"', b" t", b" the"]
     assert tokenizer.encode("he the\n\n</s>")[:2] == [260, 262]
     assert tokenizer.encode("a</s>", allow_special=True) == [tokenizer.vocab["a"], 2]
-    assert parse(tokenizer.to_json()).to_json() == tokenizer.to_json()
+    assert tokenizer_from_json(tokenizer.to_json()).to_json() == tokenizer.to_json()
     file["model"]["merges"] = [" ".join(merge) for merge in file["model"]["merges"]]
-    assert parse(json.dumps(file)).merges == tokenizer.merges
+    assert tokenizer_from_json(json.dumps(file)).merges == tokenizer.merges
 
 
 def test_pre_tokenizers_that_mean_the_same():
@@ -458,7 +459,7 @@ def test_pre_tokenizers_that_mean_the_same():
     split = {"type": "Split", "pattern": {"Regex": r"\p{N}"}, "behavior": "Isolated", "invert": False}
     for pre, pattern in ((bare, r"[\s\S]+"), ({"type": "Sequence", "pretokenizers": [bare]}, r"[\s\S]+"),
                          ({"type": "Sequence", "pretokenizers": [split, bare]}, r"\p{N}")):
-        tokenizer = parse(json.dumps({**file, "pre_tokenizer": pre}))
+        tokenizer = tokenizer_from_json(json.dumps({**file, "pre_tokenizer": pre}))
         assert tokenizer.pattern == pattern
         assert tokenizer.decode(tokenizer.encode("x the 12 y")) == "x the 12 y"  # what no digit matches stays
 
@@ -541,7 +542,7 @@ def test_a_file_that_we_cannot_follow_is_refused_in_a_sentence(name):
     file = published()
     BAD[name](file)
     with pytest.raises(ValueError) as error:
-        parse(json.dumps(file))
+        tokenizer_from_json(json.dumps(file))
     assert type(error.value) is ValueError and "\n" not in str(error.value)
 
 
@@ -574,10 +575,10 @@ BAD_MUNCH = {
 @pytest.mark.parametrize("name", BAD_MUNCH)
 def test_a_wordpiece_file_that_we_cannot_follow_is_refused_in_a_sentence(small, name):
     file = json.loads(munching(small).to_json())
-    parse(json.dumps(file))
+    tokenizer_from_json(json.dumps(file))
     BAD_MUNCH[name](file)
     with pytest.raises(ValueError) as error:
-        parse(json.dumps(file))
+        tokenizer_from_json(json.dumps(file))
     assert type(error.value) is ValueError and "\n" not in str(error.value)
 
 
@@ -587,7 +588,7 @@ def test_a_file_that_is_none_names_itself(tmp_path, data):
     path = tmp_path / "bad.json"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="bad.json") as error:
-        load(path)
+        load_tokenizer(path)
     assert "\n" not in str(error.value)
 
 
@@ -606,10 +607,10 @@ def test_merges_that_never_apply_are_refused(merges, sound):
     tokenizer = Tokenizer(vocab, [tuple(merge.split()) for merge in merges], {})
     if sound:
         text = "abcaabaabbaaaaaaab"
-        assert parse(tokenizer.to_json()).encode(text) == reference_encode(tokenizer, text)
+        assert tokenizer_from_json(tokenizer.to_json()).encode(text) == reference_encode(tokenizer, text)
     else:
         with pytest.raises(ValueError, match="side by side"):
-            parse(tokenizer.to_json())
+            tokenizer_from_json(tokenizer.to_json())
 
 
 def test_hugging_face_gives_the_same_ids(small):
@@ -617,14 +618,14 @@ def test_hugging_face_gives_the_same_ids(small):
     rng = random.Random(10)
     text = random_text(rng, 2000).replace("<|end|>", "")
     chunks = count_chunks([text], r"[\s\S]+")  # makes merges that the split must keep from happening
-    ours = [small, parse(json.dumps(published())), train_bpe(chunks, 800), train_bpe(chunks, 800, nfc=True),
+    ours = [small, tokenizer_from_json(json.dumps(published())), train_bpe(chunks, 800), train_bpe(chunks, 800, nfc=True),
             train_bpe(chunks, 800, pattern=tok.GPT2_PATTERN), train_bpe(chunks, 800, pattern=r"\p{L}+")]
     for tokenizer in ours + list(map(munching, ours)):
         theirs = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         for _ in range(300):
             text = random_text(rng, rng.randint(1, 12))
             assert tokenizer.encode(text, allow_special=True) == theirs.encode(text).ids, text
-        assert parse(theirs.to_str()).to_json() == tokenizer.to_json()
+        assert tokenizer_from_json(theirs.to_str()).to_json() == tokenizer.to_json()
 
 
 # ----------------------------------------------------------------------------------------------- command line

@@ -19,6 +19,7 @@ import torch
 import sample
 import train
 from model import LanguageModel, ModelConfig
+from support.report import LOG_COLUMNS
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -365,7 +366,7 @@ def test_a_nan_stops_the_run_and_replaces_nothing(here, monkeypatch):
 def test_the_log_has_what_the_readme_says(here, monkeypatch):
     assert run(monkeypatch, "--max_steps=6", "--eval_every=3") is None
     rows = log_rows()
-    assert list(rows[0]) == train.LOG_COLUMNS
+    assert list(rows[0]) == LOG_COLUMNS
     assert [int(row["step"]) for row in rows] == [0, 2, 3, 4, 6]
     assert [bool(row["val_loss"]) for row in rows] == [True, False, True, False, True]
     assert all(int(row["tokens"]) == int(row["step"]) * 4 * 16 for row in rows)

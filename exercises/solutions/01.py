@@ -11,7 +11,7 @@ and values, and 768 of running sums; at 4,204 tokens its cache weighs as much as
 
 
 def parameters(config):
-    C, F, H, K, D = config.d_model, config.d_ff, config.n_head, config.kv_heads, config.head_width
+    C, F, H, K, D = config.d_model, config.d_ff, config.n_head, config.n_kv_head, config.d_head
     attention = C * (H + 2 * K) * D + H * D * C  # W_q, W_k, W_v and W_out
     gate = D * H + H * H + H if config.gate else 0  # W_1, W_2, b_2
     butterfly = 4 * C * F  # three matrices up, one down
@@ -20,8 +20,8 @@ def parameters(config):
 
 
 def cache_bytes(config, length):
-    return config.n_layer * 2 * config.kv_heads * length * config.head_width * 4
+    return config.n_layer * 2 * config.n_kv_head * length * config.d_head * 4
 
 
 def state_bytes(config):
-    return config.n_layer * config.head_width * 4 if config.gate else 0
+    return config.n_layer * config.d_head * 4 if config.gate else 0

@@ -23,7 +23,7 @@ class SecondMoment(GatedSpiralAttention):
         super().__init__(config, name)
         self.gate[0] = nn.Linear(2 * self.d_head, config.n_head, bias=False)  # W_1
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         q, k, v = self.project(x)
         mean = q.mean(dim=1)  # over the heads: (B, H, T, D) -> (B, T, D)
         c = running_mean(past, self.name + ".query", mean)

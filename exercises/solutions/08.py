@@ -26,10 +26,10 @@ class LearnedSpiral(GatedSpiralAttention):
         super().__init__(config, name)
         self.config, self.alpha = config, nn.Parameter(torch.tensor(float(config.alpha)))
 
-    def forward(self, x, rotary, past, below=()):
+    def forward(self, x, rotary, past, summaries=()):
         position = torch.arange(past.length, past.length + x.size(1), device=x.device, dtype=torch.float64)
         tables = spiral_rotary(replace(self.config, alpha=self.alpha), position)
-        return super().forward(x, [table.type_as(rotary[0]) for table in tables], past, below)
+        return super().forward(x, [table.type_as(rotary[0]) for table in tables], past, summaries)
 
 
 PARTS["mixer"]["learned_spiral"] = LearnedSpiral

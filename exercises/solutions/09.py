@@ -33,13 +33,14 @@ class DecayedHydra(HydraAttention):
         if math.sqrt(self.d_head) - config.context * math.log(self.decay) > 80:
             raise ValueError(f"context={config.context} is too long for decay={self.decay}: sums overflow.")
 
-    def sum(self, q, k, v, past):
+    def sum_heads(self, q, k, v, past):
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H/2, T, D) -> (B, T, H/2, D)
         weight = at_least_float32(unit_rms(k)).exp()  # (B, T, H/2, D)
         position = torch.arange(past.length, past.length + q.size(1), device=q.device, dtype=weight.dtype)
         growth = (self.decay**-position)[:, None, None]  # (T, 1, 1)
         total = past.running_sum(self.name + ".weight", growth * weight)
         mean = past.running_sum(self.name + ".weighted", growth * weight * v) / (total + 1e-6 * growth)
-        return unit_rms(q).sigmoid() * mean.type_as(q)
+        return (unit_rms(q).sigmoid() * mean.type_as(q)).transpose(1, 2)
 
 
 PARTS["mixer"]["decayed_hydra"] = DecayedHydra

@@ -15,15 +15,15 @@ The training loss is to be believed again (it still merges, which validation doe
 
 import torch
 
-from model import PARTS, NoCache, PreNormBlock, mix_merged
+from model import PARTS, MergingBlock, mix_merged
 
 
-class CausalMerging(PreNormBlock):
+class CausalMerging(MergingBlock):
     """A pair goes through the mixer as its first token, which `mix_merged` is given twice to average."""
 
-    def forward(self, x, rotary, past, below=()):
-        if not (self.find_pairs and self.training and isinstance(past, NoCache)):
-            return super().forward(x, rotary, past, below)
+    def forward(self, x, rotary, past, summaries=()):
+        if not (self.find_pairs and self.training and past.whole):
+            return super().forward(x, rotary, past, summaries)
         h = self.norm_1(x)
         second = self.find_pairs(h.detach(), self.merge_threshold)  # (B, T)
         self.merge_ratio = second.float().mean()
@@ -31,8 +31,8 @@ class CausalMerging(PreNormBlock):
         def first_twice(y):  # (B, T, C): at a second token, the vector before it
             return torch.where(second[..., None], y.roll(1, dims=1), y)
 
-        below = [first_twice(summary) for summary in below]  # these know their own token, too
-        x = x + mix_merged(self.mixer, second, first_twice(h), rotary, past, below)
+        summaries = [first_twice(summary) for summary in summaries]  # these know their own token, too
+        x = x + mix_merged(self.mixer, second, first_twice(h), rotary, past, summaries)
         return x + self.ffn(self.norm_2(x))
 
 
