@@ -827,7 +827,8 @@ class LanguageModel(nn.Module):
         """
         T, past = idx.size(1), cache or NoCache()
         limit = min(self.config.context, past.capacity)
-        need(1 <= T <= limit - past.length, f"{T} tokens after {past.length} do not fit a context of {limit}.")
+        if not 1 <= T <= limit - past.length:  # spelt out: torch.compile cannot build the sentence beforehand
+            raise ValueError(f"{T} tokens after {past.length} do not fit a context of {limit}.")
         x = self.run_blocks(idx, past)  # (B, T) -> (B, T, C)
         past.advance(idx)
         x = self.norm(x[:, -1:] if last_only else x)
