@@ -45,10 +45,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # at this size, use a second core
 
 import torch
 
-from support import settings
 import prepare
 import train
 from model import LanguageModel, ModelConfig
+from support import need
+from support.checkpoint import load_checkpoint, saved_config
+from support.corpus import open_data
+from support.runtime import run_main
+from support.settings import CommandLine, read_settings
 from train import TrainConfig
 
 BASE = dict(context=256, n_layer=3, d_model=128, n_head=8, device="cpu", batch_size=4, lr=3e-3, min_lr=1e-4,
@@ -89,7 +93,7 @@ def words(options):
 
 def configs(options):
     """{name: value} -> (TrainConfig, ModelConfig), as train.py makes them of its command line"""
-    return settings.read_settings(words(options), TrainConfig, ModelConfig)[1]
+    return read_settings(words(options), TrainConfig, ModelConfig)[1]
 
 
 def count(options):
@@ -118,11 +122,12 @@ def run(path, options, variant, seed):
     """One run, by train.py's own loop, and its row in the csv file. Goes on from its checkpoint, if any."""
     config, model_config = configs(options | dict(seed=seed))
     config.out = f"ablate-{config.data}-{variant}-{seed}"
-    folder, start = Path("out") / config.out, 0
+    folder = Path("out") / config.out
+    start = 0
     if (folder / "ckpt.pt").exists():
-        old = train.load_checkpoint(folder / "ckpt.pt")
-        now = asdict(config), asdict(model_config)
-        config.resume = (old["train_config"] | dict(resume=False), old["model_config"]) == now
+        old = load_checkpoint(folder / "ckpt.pt")
+        same_training = old["train_config"] | dict(resume=False) == asdict(config)
+        config.resume = same_training and saved_config(old) == model_config
         start = old["step"] if config.resume else 0
     began = time.process_time()
     train.train(config, model_config)
@@ -168,8 +173,7 @@ def show(values, sign=""):
 def table(rows, data):
     """Markdown, a line for each variant that has finished. rows: {variant: {seed: row}}"""
     rows = {variant: found for variant, found in rows.items() if found}
-    if not rows:
-        raise ValueError(f"no run on data/{data} is finished with these settings.")
+    need(rows, f"no run on data/{data} is finished with these settings.")
     loss = {variant: {seed: float(row["val_loss"]) for seed, row in found.items()}
             for variant, found in rows.items()}
     titles = ["variant", "seeds", "parameters", "loss", "bits per byte", "loss minus Nano's",
@@ -189,8 +193,7 @@ def table(rows, data):
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description="Do the papers' ideas help?", allow_abbrev=False)
-    parser.error = lambda message: sys.exit(f"error: {message}")
+    parser = CommandLine(description="Do the papers' ideas help?")
     parser.add_argument("--data", default="storybook", help="folder under data/, made by prepare.py")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME",
                         help=f"of {', '.join(VARIANTS)} (default: all)")
@@ -201,8 +204,8 @@ def arguments():
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one run, in a process of its own
     args = parser.parse_args()
-    if min(args.seeds, args.max_steps, args.jobs) < 1:
-        raise ValueError("--seeds, --max_steps and --jobs must be at least 1.")
+    need(min(args.seeds, args.max_steps, args.jobs) >= 1,
+         "--seeds, --max_steps and --jobs must be at least 1.")
     return args
 
 
@@ -218,7 +221,7 @@ def ablate(args):
         vocab_size = 4096  # open_data will say in a sentence what is wrong
     plans = {variant: plan(args.data, variant, args.max_steps, vocab_size) for variant in args.variants}
     for options in plans.values():
-        train.open_data(args.data, configs(options)[1])
+        open_data(args.data, configs(options)[1])
     if args.run:
         run(path, plans[args.variants[0]], args.variants[0], args.run)
         return True
@@ -241,13 +244,12 @@ def ablate(args):
     return good
 
 
+def ablate_and_exit():
+    sys.exit(0 if ablate(arguments()) else 1)
+
+
 def main():
-    try:
-        sys.exit(0 if ablate(arguments()) else 1)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted: the same command goes on.")
+    run_main(ablate_and_exit, interrupted="interrupted: the same command goes on.", status=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checkpoints: plain tensors, numbers, strings and dicts, so that loading one can run no code."""
 
-import os
+import math
+import sys
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -8,25 +9,19 @@ from pathlib import Path
 import torch
 
 from model import LanguageModel, ModelConfig
+from support import need
+from support.files import atomic_write
 from support.hf_tokenizer import tokenizer_from_json
+from support.report import Log
 from support.settings import check_type, find_field
 
 
 def save_checkpoint(checkpoint, path):
-    """Write beside `path`, flush to disk, rename: whatever happens, `path` is the old file or the new one."""
-    if not all(torch.isfinite(w).all() for w in checkpoint["model"].values()):
-        raise ValueError(f"the weights are no longer finite: {path} was not written.")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # a full disk is either, from Python or from PyTorch's writer
-        raise OSError(f"cannot write {path}: {error}".splitlines()[0]) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a checkpoint whole or not at all; ValueError if its weights are not finite."""
+    finite = all(torch.isfinite(w).all() for w in checkpoint["model"].values())
+    need(finite, f"the weights are no longer finite: {path} was not written.")
+    with atomic_write(path) as file:
+        torch.save(checkpoint, file)
 
 
 def load_checkpoint(path):
@@ -50,29 +45,48 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def load_model(checkpoint):
-    """The model of a checkpoint, float32, on the CPU."""
+def saved_config(checkpoint):
+    """Return the ModelConfig of a checkpoint. Fields that it is too old to have get their default."""
     known = {field.name: field for field in fields(ModelConfig)}
-    weights = {name.replace(".kv_below.", ".kv_summary."): w for name, w in checkpoint["model"].items()}
     try:
-        given = {name: check_type(name, find_field(name, known).type, value)
-                 for name, value in checkpoint["model_config"].items()}
-        config = ModelConfig(**given)
-        if config.n_layer > len(weights) or not all(torch.isfinite(w).all() for w in weights.values()):
-            raise ValueError("weights are missing, or not finite")
+        return ModelConfig(**{name: check_type(name, find_field(name, known).type, value)
+                              for name, value in checkpoint["model_config"].items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise misfit(error) from None
+
+
+def load_model(checkpoint, config=None, model_class=LanguageModel):
+    """Return the model of a checkpoint, float32, on the CPU; with `config` in place of its own, if given."""
+    weights = {name.replace(".kv_below.", ".kv_summary."): w for name, w in checkpoint["model"].items()}
+    config = config or saved_config(checkpoint)
+    try:
+        sound = config.n_layer <= len(weights) and all(torch.isfinite(w).all() for w in weights.values())
+        need(sound, "weights are missing, or not finite")
         with torch.device("meta"):  # shapes only: nothing is allocated before it is known to fit
-            model = LanguageModel(config)
+            model = model_class(config)
         model.load_state_dict(weights, assign=True)
         return model.float()
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".:")
-        raise ValueError(f"the checkpoint does not fit this model.py: {reason}.") from None
+        raise misfit(error) from None
+
+
+def misfit(error):
+    """Return the ValueError that says in a line what an error in a checkpoint's content means."""
+    reason = str(error).splitlines()[0].rstrip(".:")
+    return ValueError(f"the checkpoint does not fit this model.py: {reason}.")
+
+
+def new_model(config, model_class=LanguageModel):
+    """Return a model with initial weights; ValueError if there is no room for it."""
+    try:
+        return model_class(config)
+    except (RuntimeError, MemoryError):
+        raise ValueError("a model of this size does not fit into this machine's memory.") from None
 
 
 def checkpoint_tokenizer(checkpoint, path):
-    """The tokenizer in the checkpoint of this file. ValueError if there is none."""
-    if not checkpoint["tokenizer"]:
-        raise ValueError(f"{path} has no tokenizer: import it again with --tokenizer.")
+    """Return the tokenizer in a checkpoint, read from this path; ValueError if there is none."""
+    need(checkpoint["tokenizer"], f"{path} has no tokenizer: import it again with --tokenizer.")
     return tokenizer_from_json(checkpoint["tokenizer"])
 
 
@@ -83,49 +97,138 @@ def load_optimizers(optimizers, states):
     """Put the saved moments of each parameter into the optimizers; the settings stay those of this run."""
     try:
         states = {"AdamW": states} if "state" in states else states  # as it was written before Muon
-        if states.keys() != optimizers.keys():
-            raise ValueError
+        need(states.keys() == optimizers.keys(), "other optimizers")
         for name, optimizer in optimizers.items():
-            now, saved = optimizer.state_dict(), states[name]["state"]
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for i, moments in saved.items():
-                if moments.keys() != MOMENTS[name]:
-                    raise ValueError
-                for key, x in moments.items():  # the fused kernel trusts these shapes
-                    if x.dtype != torch.float32 or x.shape != (() if key == "step" else parameters[i].shape):
-                        raise ValueError
-            optimizer.load_state_dict({"state": saved, "param_groups": now["param_groups"]})
+            saved = states[name]["state"]
+            check_moments(optimizer, saved, MOMENTS[name])
+            settings = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": saved, "param_groups": settings})
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         raise ValueError("the optimizer's state in the checkpoint does not fit: give it the same model and "
                          "optimizer options.") from None
 
 
-def check_same_model(what, old, config, resume):
-    """ValueError, naming the first field, if the config of a checkpoint (a dict) is not this run's.
+def check_moments(optimizer, saved, names):
+    """ValueError unless each parameter's saved moments have these names and its shape: kernels trust them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, moments in saved.items():
+        need(moments.keys() == names, "other moments")
+        for name, x in moments.items():
+            shape = () if name == "step" else parameters[i].shape
+            need(x.dtype == torch.float32 and x.shape == shape, "another shape")
 
-    Fields that the checkpoint is too old to have had their default. A run that begins from weights may merge
-    otherwise than they did, and how they were initialised does not matter to it.
+
+def starting_checkpoint(config, model_config, tokenizer_json):
+    """Return the checkpoint that a run begins with (resume, init_from), if any, checked."""
+    path = run_folder(config) / "ckpt.pt" if config.resume else config.init_from
+    if not path:
+        return None
+    checkpoint = load_checkpoint(path)
+    check_same_model(path, asdict(saved_config(checkpoint)), asdict(model_config), config.resume)
+    need(checkpoint["tokenizer"] == tokenizer_json,
+         f"{path} was trained with another tokenizer than that of data/{config.data}.")
+    return checkpoint
+
+
+def check_same_model(path, saved, wanted, resume):
+    """ValueError, naming the first field, if the model settings saved in a checkpoint are not this run's.
+
+    A run that begins from weights may merge tokens otherwise than they did, and how they were initialised
+    does not matter to it.
     """
     free = () if resume else ("token_merging", "merge_threshold", "init", "embedding_std", "phi")
-    old = asdict(ModelConfig(**old))  # zeros such as d_head=0 were kept as such
-    for name, new in asdict(config).items():
-        if old[name] != new and name not in free:
-            raise ValueError(f"{what} has {name}={old[name]!r}, this run {new!r}: give it the same model "
-                             "options.")
+    for name, value in wanted.items():
+        need(saved[name] == value or name in free,
+             f"{path} has {name}={saved[name]!r}, this run {value!r}: give it the same model options.")
 
 
-def check_resume(config, old, path):
-    """Say what a resumed run goes on with, and what was changed."""
-    if old["step"] > config.max_steps:
-        raise ValueError(f"{path} has {old['step']} steps already, more than max_steps={config.max_steps}.")
-    before = asdict(type(config)()) | old["train_config"]
-    changed = [f"{name}={x!r}" for name, x in asdict(config).items()
-               if name not in ("resume", "init_from") and before[name] != x]
-    print(f"resuming {path} after {old['step']} steps" + "".join("; now " + change for change in changed))
+def check_finite(step, **numbers):
+    """ValueError, with advice, if one is not finite. Nothing is saved then: the last checkpoint is good."""
+    for name, x in numbers.items():
+        need(math.isfinite(x),
+             f"the {name.replace('_', ' ')} is {x} after {step} steps: try a lower lr, a longer warmup or "
+             "dtype=float32. The last checkpoint is from before, and kept.")
+
+
+def run_folder(config):
+    return Path("out") / config.out
+
+
+class Run:
+    """A run under way: its settings, model, optimizers and gradient scaler, and its folder out/<run>/."""
+
+    def __init__(self, config, model, optimizers, scaler, tokenizer_json):
+        self.config = config
+        self.model = model
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.tokenizer_json = tokenizer_json
+        self.start = 0  # steps done before
+        self.best_val_loss = math.inf
+        self.folder = run_folder(config)
+        self.last_path = self.folder / "ckpt.pt"
+        self.best_path = self.folder / "best.pt"
+
+    def resume(self, checkpoint):
+        """Continue from a checkpoint, whose weights the model has already, and say what was changed."""
+        config = self.config
+        self.start = checkpoint["step"]
+        self.best_val_loss = checkpoint["best_val_loss"]
+        load_optimizers(self.optimizers, checkpoint["optimizer"])
+        self.scaler.load_state_dict(checkpoint["scaler"])
+        need(self.start <= config.max_steps,
+             f"{self.last_path} has {self.start} steps already, more than max_steps={config.max_steps}.")
+        before = asdict(type(config)()) | checkpoint["train_config"]
+        changes = [f"; now {name}={value!r}" for name, value in asdict(config).items()
+                   if name not in ("resume", "init_from") and before[name] != value]
+        print(f"resuming {self.last_path} after {self.start} steps" + "".join(changes))
+
+    def open_folder(self):
+        """Begin to write; an earlier run of this name moves aside, unless it is this one."""
+        if not self.config.resume:
+            keep_earlier_run(self.folder)
+        self.log = Log(self.folder / "log.csv", self.start)
+
+    def save(self, step, val_loss=math.inf):
+        """Write ckpt.pt; before it best.pt, if this validation loss is the lowest so far."""
+        paths = [self.last_path]
+        if val_loss < self.best_val_loss:
+            self.best_val_loss = val_loss
+            paths.insert(0, self.best_path)
+        checkpoint = {
+            "format": 1, "step": step, "best_val_loss": self.best_val_loss, "model": self.model.state_dict(),
+            "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "scaler": self.scaler.state_dict(),
+            "model_config": asdict(self.model.config), "train_config": asdict(self.config),
+            "tokenizer": self.tokenizer_json,
+        }
+        for path in paths:
+            self.log.check_ours()
+            try:
+                save_checkpoint(checkpoint, path)
+            except OSError:
+                self.log.check_ours()  # the folder may have been taken over in between
+                raise
+
+    def stop(self, step, progress):
+        """End before the last step: write to the log what is not in it yet, and save."""
+        if progress.losses:
+            self.log.write(progress.row(step))
+        self.save(step)
+
+    def print_end(self, step, stop):
+        """Say how the run ended and what to do next. If a signal ended it, exit as shells expect."""
+        if stop:
+            print(f"stopped after {step} steps and saved {self.last_path}: the same command with --resume "
+                  "goes on.")
+            sys.exit(128 + stop[0])
+        print(f"done. Last state: {self.last_path}; best: {self.best_path}, "
+              f"validation loss {self.best_val_loss:.4f}.")
+        print(f'Now try: python sample.py --checkpoint {self.last_path} --prompt "Once upon a time"')
 
 
 def keep_earlier_run(folder):
-    """A new run never overwrites an old one: an earlier folder of the same name gets a number and stays."""
+    """Make the folder of a new run, which overwrites nothing: an earlier one of that name gets a number."""
     if folder.exists() and any(folder.iterdir()):
         n = 1
         while (kept := folder.with_name(f"{folder.name}.{n}")).exists():
@@ -136,9 +239,8 @@ def keep_earlier_run(folder):
 
 
 def newest_checkpoint():
-    """The last state of the run that was trained last."""
+    """Return the path of the last state of the run that was trained last."""
     found = sorted(Path("out").glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ValueError("there is no checkpoint under out/: train first (python train.py config/tiny.py), "
-                         "or name one with --checkpoint.")
+    need(found, "there is no checkpoint under out/: train first (python train.py config/tiny.py), or name "
+                "one with --checkpoint.")
     return found[-1]

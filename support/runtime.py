@@ -108,9 +108,9 @@ def compile_training(model, config, device, autocast, batch):
 
 
 def head_by_columns(model):
-    """Lay the tied matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
+    """Lay the head's matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
     them by one vector for each token, reads them two to four times as fast in float32."""
-    weight = model.embedding.weight
+    weight = model.head_weight
     weight.data = weight.data.t().contiguous().t()
 
 
@@ -171,13 +171,19 @@ def open_model(path, device, dtype):
     return path, model, tokenizer
 
 
-def sink_ids(config, tokenizer):
-    """The attention sink that stands in front of every window and prompt: a list of its id, or an empty one."""
+def sink_id(config, tokenizer):
+    """Return the id of the attention sink that stands in front of every window and prompt, or None."""
     if not config.sink_token:
-        return []
+        return None
     need(config.sink_token in tokenizer.specials,
          f"the checkpoint's tokenizer lacks its model's sink_token {config.sink_token!r}.")
-    return [tokenizer.specials[config.sink_token]]
+    return tokenizer.specials[config.sink_token]
+
+
+def sink_ids(config, tokenizer):
+    """Return the same as a list of ids, to put a text's ids behind."""
+    sink = sink_id(config, tokenizer)
+    return [] if sink is None else [sink]
 
 
 def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size"):

@@ -19,7 +19,11 @@ import torch
 import sample
 import train
 from model import LanguageModel, ModelConfig
+from support import checkpoint as checkpoint_module
+from support.checkpoint import load_checkpoint, load_model, save_checkpoint
+from support.corpus import open_data
 from support.report import LOG_COLUMNS
+from support.runtime import choose_device
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +79,7 @@ def wait_for(condition, seconds=60):
 
 
 def load(path="out/run/ckpt.pt"):
-    return train.load_checkpoint(Path(path))
+    return load_checkpoint(Path(path))
 
 
 def log_rows(path="out/run/log.csv"):
@@ -147,7 +151,7 @@ def test_an_overflow_in_one_optimizer_holds_back_the_other(here, monkeypatch):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, enabled=True))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", overflow)
-    monkeypatch.setattr(train, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save)
     assert run(monkeypatch, *SILIA, "--max_steps=1", "--eval_every=1") == 130 and before
 
 
@@ -180,7 +184,7 @@ def test_batches_depend_on_seed_and_step_alone_and_reach_the_last_token():
 def test_evaluation_predicts_every_token_once(small_data, monkeypatch):
     monkeypatch.chdir(small_data)
     config = ModelConfig(vocab_size=300, context=16, n_layer=1, d_model=16, n_head=2, d_ff=24)
-    (_, ids), tokenizer, meta = train.open_data("small", config)
+    (_, ids), tokenizer, meta = open_data("small", config)
     model, off = LanguageModel(config), torch.autocast("cpu", enabled=False)
     stream = torch.tensor([tokenizer.end_of_text, *ids.tolist()])
     nats = 0.0
@@ -229,16 +233,16 @@ def test_resume_is_exact_to_the_last_bit(here, monkeypatch, model):
     words = ["--max_steps=20", "--eval_every=5", *model]
     assert run(monkeypatch, *words) is None
     whole, whole_best, whole_log = load(), load("out/run/best.pt"), log_rows()
-    save = train.save_checkpoint
+    save = checkpoint_module.save_checkpoint
 
     def save_and_die(checkpoint, path):
         save(checkpoint, path)
         if checkpoint["step"] == 10 and path.name == "ckpt.pt":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "save_checkpoint", save_and_die)
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save_and_die)
     assert run(monkeypatch, *words, "--out=broken") == 130
-    monkeypatch.setattr(train, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save)
     assert load("out/broken/ckpt.pt")["step"] == 10
     assert run(monkeypatch, *words, "--out=broken", "--resume") is None
     assert_same_state(whole, load("out/broken/ckpt.pt"))
@@ -278,8 +282,8 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(here):
         time.sleep(0.07 * wait)
         process.kill()
         process.communicate()
-        train.load_model(load(folder + "/ckpt.pt"))
-        train.load_model(load(folder + "/best.pt"))
+        load_model(load(folder + "/ckpt.pt"))
+        load_model(load(folder + "/best.pt"))
 
 
 def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
@@ -358,7 +362,7 @@ def test_a_nan_stops_the_run_and_replaces_nothing(here, monkeypatch):
     bad = load()
     bad["model"]["norm.weight"][3] = math.inf
     with pytest.raises(ValueError, match="not written"):
-        train.save_checkpoint(bad, Path("out/run/ckpt.pt"))
+        save_checkpoint(bad, Path("out/run/ckpt.pt"))
     assert Path("out/run/ckpt.pt").read_bytes() == good
     assert sorted(p.name for p in Path("out/run").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
 
@@ -436,7 +440,7 @@ def test_checkpoints_are_plain_and_self_contained(here, monkeypatch):
 
     assert {type(x) for x in leaves(checkpoint)} <= {torch.Tensor, int, float, str, bool, type(None)}
     assert checkpoint["tokenizer"] == Path("data/small/tokenizer.json").read_text(encoding="utf-8")
-    assert set(checkpoint["model"]) == set(train.load_model(checkpoint).state_dict())
+    assert set(checkpoint["model"]) == set(load_model(checkpoint).state_dict())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX limits")
@@ -512,7 +516,7 @@ def test_a_checkpoint_of_another_model_file_is_refused(here, monkeypatch):
         checkpoint = load()
         spoil(checkpoint)
         with pytest.raises(ValueError):
-            train.load_model(checkpoint)
+            load_model(checkpoint)
 
 
 # ------------------------------------------------------------------------------------------------------ data
@@ -558,8 +562,8 @@ def test_a_user_error_is_one_line_and_exit_code_1(here, monkeypatch):
 ])
 def test_devices_that_do_not_exist_are_refused(device, dtype, message):
     with pytest.raises(ValueError, match=message):
-        train.choose_device(device, dtype)
-    assert train.choose_device("cpu", "auto") == (torch.device("cpu"), torch.float32)
+        choose_device(device, dtype)
+    assert choose_device("cpu", "auto") == (torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("capability, expected", [((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
@@ -567,7 +571,7 @@ def test_precision_follows_the_gpu(monkeypatch, capability, expected):
     """Free cloud GPUs (7.5) have no bfloat16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert train.choose_device("auto", "auto") == (torch.device("cuda"), expected)
+    assert choose_device("auto", "auto") == (torch.device("cuda"), expected)
     if expected is torch.float16:
         with pytest.raises(ValueError, match="bfloat16"):
-            train.choose_device("cuda", "bfloat16")
+            choose_device("cuda", "bfloat16")

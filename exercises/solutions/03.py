@@ -25,7 +25,9 @@ def sample_min_p(logits, temperature, min_p, generator=None):
 
 def measure(checkpoint):
     """How many tokens min-p and top-p leave, and how often the true next one is among them."""
-    from train import TrainConfig, get_batch, load_checkpoint, load_model, open_data
+    from support.checkpoint import load_checkpoint, load_model
+    from support.corpus import open_data
+    from train import TrainConfig, get_batch
 
     model = load_model(load_checkpoint(checkpoint))
     (_, val_ids), _, _ = open_data("storybook", model.config)
