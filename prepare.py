@@ -42,7 +42,7 @@ import tokenizer as bpe
 from support import need
 from support.corpus import (DATA, END, check_arguments, download, map_batches, new_folder, read_documents,
                             useful_workers)
-from support.hf_tokenizer import load_tokenizer, tokenizer_from_json
+from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 
 # ----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
         counts.update(batch_counts)
     need(counts, "There is no text for train.bin: the input is empty.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
-    return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(), munch=longest_match)
+    return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(), longest_match=longest_match)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
             tokenizer = train_tokenizer(corpus, workers, **options)
         need(tokenizer.vocab_size <= 1 << 16,
              f"The tokenizer has {tokenizer.vocab_size:,} tokens; 16-bit ids allow 65,536.")
-        json_text = tokenizer.to_json()
+        json_text = tokenizer_to_json(tokenizer)
         (folder / "tokenizer.json").write_bytes(json_text.encode())
         meta = {"format": 1, "name": name, "source": corpus.source, "vocab_size": tokenizer.vocab_size,
                 "end_of_text": tokenizer.end_of_text,

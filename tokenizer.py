@@ -1,19 +1,22 @@
-"""Byte-level BPE in one file: train it, encode with it (through tiktoken), stream text back out, save it.
+"""Byte-level BPE in one file: what it is, how it is trained and run fast, and how text comes back out.
 
-    text --normalise--> text --split--> chunks --UTF-8--> bytes --merge, or munch--> token ids
+    text --normalise--> text --split--> chunks --UTF-8--> bytes --merge, or longest match--> token ids
 
-`count_chunks` counts the chunks of whole documents ("Once", " upon", " a"), `train_bpe` joins the most
-frequent pair of neighbouring tokens into a new one, again and again, and the `Tokenizer` it returns encodes,
-decodes and saves itself as a Hugging Face tokenizer.json, which means the same ids there. `load` reads such
-files, ours and published ones. `MaximalMunch` differs in one step: instead of merging, it takes the longest
-token that fits. `python tokenizer.py TOKENIZER "text"` shows the pieces. Ids of a tokenizer trained here: the
-bytes 0..255, the merges in the order they were learned, the special tokens.
+First the definition of byte-pair encoding, some fifteen lines on lists. Then the same, fast: `count_chunks`
+counts the chunks of whole documents ("Once", " upon", " a"), `train_bpe` learns the merges, and the
+`Tokenizer` it returns encodes (through tiktoken) and decodes. `LongestMatchTokenizer` differs in one step:
+instead of merging, it takes the longest token that fits. `StreamDecoder` turns ids into text one by one, and
+`encode_chat` puts turns into the format of the chat models. Files are in support/hf_tokenizer.py.
+
+    python tokenizer.py TOKENIZER "text"    shows the pieces of a text
+
+Ids of a tokenizer trained here: the bytes 0..255, the merges in the order they were learned, the special
+tokens.
 """
 
 import argparse
 import codecs
 import heapq
-import json
 import os
 import re
 import sys
@@ -26,6 +29,7 @@ import tiktoken
 from tqdm import tqdm
 
 from support import need
+from support.runtime import run_main
 
 # Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
 # (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
@@ -44,48 +48,92 @@ _OTHERS = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
 BYTE_TO_CHAR = [chr(256 + _OTHERS.index(byte) if byte in _OTHERS else byte) for byte in range(256)]
 CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 
-# A run of white space costs tiktoken's regex a stack entry per character, and it panics at a million. So such
-# runs are cut every LONGEST_SPACE characters before anything else, in training as in use.
-LONGEST_SPACE = 100_000
-_OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind tries each run only once
+# ----------------------------------------------------------------------------------------------------------
+# The definition: byte-pair encoding (Gage 1994; Sennrich and others, arXiv:1508.07909) on lists of ids
 
 
-def _segments(text, nfc):
-    """Text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked, and
-    whole but for cuts inside overlong white space."""
-    text, start = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), 0
-    text = unicodedata.normalize("NFC", text) if nfc else text
-    for run in _OVERLONG.finditer(text) if len(text) > LONGEST_SPACE else ():
-        for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE):
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
+def count_pairs(words):
+    """[(ids of a chunk, how often it occurs), ...] -> Counter of all pairs of neighbouring ids."""
+    pairs = Counter()
+    for ids, count in words:
+        for pair in zip(ids, ids[1:]):
+            pairs[pair] += count
+    return pairs
+
+
+def merge(ids, pair, new):
+    """Put the id `new` in place of each `pair` of neighbours in ids, from the left."""
+    merged = []
+    for id in ids:
+        if merged and (merged[-1], id) == pair:
+            merged[-1] = new
+        else:
+            merged.append(id)
+    return merged
+
+
+def learn_merges_by_hand(chunks, wanted):
+    """Train: join the most frequent pair into a new token, again and again. Counter of chunks -> pairs of ids.
+
+    Of equally frequent pairs, it is the one whose left id is smallest, then whose right id is.
+    """
+    words = [(list(chunk.encode("utf-8")), count) for chunk, count in chunks.items()]
+    merges = []
+    while len(merges) < wanted and (pairs := count_pairs(words)):
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        words = [(merge(ids, best, 256 + len(merges)), count) for ids, count in words]
+        merges.append(best)
+    return merges
+
+
+def encode_by_hand(chunk, merges):
+    """Encode: apply the merges to the bytes of a chunk, in the order in which they were learned. -> ids"""
+    ids = list(chunk.encode("utf-8"))
+    for new, pair in enumerate(merges, start=256):
+        ids = merge(ids, pair, new)
+    return ids
+
+
+def longest_match_by_hand(chunk, tokens):
+    """The other way to encode, Silia's: always the longest token that fits. tokens: bytes -> id; -> ids"""
+    data, ids = chunk.encode("utf-8"), []
+    while data:
+        length = max(n for n in range(1, len(data) + 1) if data[:n] in tokens)
+        ids.append(tokens[data[:length]])
+        data = data[length:]
+    return ids
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Training, fast
 
 
 def count_chunks(documents, pattern=GPT4_PATTERN, nfc=False):
-    """Counts the chunks of documents -> Counter of str; Counters of the parts of a corpus can be added up.
-    Whole documents, not lines: a chunk may hold the line break that a loop over lines would tear off."""
+    """Count the chunks of documents -> Counter of str; Counters of the parts of a corpus can be added up.
+
+    Whole documents, not lines: a chunk may hold the line break that a loop over lines would tear off.
+    """
     split, counts = regex.compile(pattern), Counter()
     for document in documents:
-        for segment in _segments(document, nfc):
+        for segment in clean_segments(document, nfc):
             counts.update(split.findall(segment))
     return counts
 
 
 def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PATTERN, progress=False,
-              munch=False):
-    """Trains a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks;
-    with `munch`, a MaximalMunch of the same vocabulary.
+              longest_match=False):
+    """Train a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks;
+    with `longest_match`, a LongestMatchTokenizer of the same vocabulary.
 
-    Each step joins the pair with the highest count; of equals, the one whose left id is smallest, then whose
-    right id is. Nothing else decides, so neither the order of the chunks nor the number of processes counting
-    them matters. `pattern` and `nfc` are what `count_chunks` was given, only recorded here. If the text runs
-    out of pairs, the vocabulary is smaller and a line on stderr says so.
+    The merges are those of `learn_merges_by_hand`. Nothing but the counts decides, so neither the order of the
+    chunks nor the number of processes counting them matters. `pattern` and `nfc` are what `count_chunks` was
+    given, only recorded here. If the text runs out of pairs, the vocabulary is smaller and a line on stderr
+    says so. ValueError if vocab_size is too small.
     """
     wanted = vocab_size - 256 - len(specials)
     need(wanted >= 0, f"vocab_size must be at least {256 + len(specials)}: bytes and special tokens.")
     tokens, merges = list(BYTE_TO_CHAR), []
-    for left, right in _learn_merges(chunks, wanted, progress):
+    for left, right in learn_merges(chunks, wanted, progress):
         merges.append((tokens[left], tokens[right]))
         tokens.append(tokens[left] + tokens[right])
     size = len(tokens) + len(specials)
@@ -93,17 +141,21 @@ def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PAT
         print(f"The text ran out of pairs: {size} tokens instead of {vocab_size}.", file=sys.stderr)
     tokenizer = Tokenizer({token: id for id, token in enumerate(tokens)}, merges,
                           {name: id for id, name in enumerate(specials, len(tokens))}, pattern, nfc)
-    return MaximalMunch(tokenizer.vocab, tokenizer.specials, pattern, nfc) if munch else tokenizer
+    if longest_match:
+        return LongestMatchTokenizer(tokenizer.vocab, tokenizer.specials, pattern, nfc)
+    return tokenizer
 
 
-def _learn_merges(chunks, wanted, progress):
-    """Yields up to `wanted` pairs of ids, in merging order.
+def learn_merges(chunks, wanted, progress):
+    """Yield up to `wanted` pairs of ids, in merging order: `learn_merges_by_hand`, without counting anew.
 
-    All chunks lie in one flat row, BORDER between them. `at` has a token's id at its first and its last byte:
-    both its neighbours are one look away. `where` lists the positions at which a pair has arisen (those
-    merged since are skipped), rising within a chunk, so a run like "aaaa" is paired from the left, as in
-    encoding. Counts of old pairs only fall: a heap entry promises the truth or too much, and is corrected
-    when it surfaces. Counts are Python integers and cannot overflow.
+    Three things make it fast. A merge changes the counts of the pairs around it and no others, so it visits
+    the places where its pair stands, and nothing else: `where` lists the positions at which a pair has arisen
+    (those merged since are skipped), rising within a chunk, so a run like "aaaa" is paired from the left, as
+    in encoding. All chunks lie in one flat row, BORDER between them, and `at` has a token's id at its first
+    and its last byte: both its neighbours are one look away. And the most frequent pair is on top of a heap:
+    counts of old pairs only fall, so an entry promises the truth or too much, and is corrected when it
+    surfaces. Counts are Python integers and cannot overflow.
     """
     BORDER, INSIDE = -1, -2
     at, weight = [BORDER], [0]
@@ -169,13 +221,13 @@ class Tokenizer:
         self._special = re.compile(f"({'|'.join(map(re.escape, sorted(specials, key=len)[::-1])) or '(?!)'})")
 
     def _encoder(self, ranks, pattern):
-        """Bytes -> id of each token, the pattern of a chunk -> a function from text to ids."""
+        """Bytes -> id of each token, the pattern of a chunk -> a function from text to ids.
+
+        tiktoken knows no merges: it joins, again and again, the neighbours that spell the token of the
+        smallest id. Ids rise in merging order, so these are the merges in their order: `encode_by_hand`.
+        """
         return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={}).encode_ordinary
-
-    def _model(self, vocab):
-        """tokenizer.json's "model"."""
-        return {"type": "BPE", "vocab": vocab, "merges": self.merges}
 
     @property
     def end_of_text(self):
@@ -190,7 +242,7 @@ class Tokenizer:
             parts = enumerate(self._special.split(text))
             return [id for i, part in parts for id in ([self.specials[part]] if i % 2 else self.encode(part))]
         ids = []
-        for part in _segments(text, self.nfc):
+        for part in clean_segments(text, self.nfc):
             ids += self._encode(part)
         return ids
 
@@ -203,33 +255,13 @@ class Tokenizer:
         """Ids -> text; bytes that are not UTF-8 come out as U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def to_json(self):
-        """The text of a Hugging Face tokenizer.json, always the same for the same tokenizer."""
-        by_id = lambda tokens: dict(sorted(tokens.items(), key=lambda item: item[1]))
-        plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        split = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": False}
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-        file = {"version": "1.0", "truncation": None, "padding": None,
-                "added_tokens": [{"id": i, "content": s, **flags} for s, i in by_id(self.specials).items()],
-                "normalizer": {"type": "NFC"} if self.nfc else None,
-                "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, plain]},
-                "post_processor": None, "decoder": plain,
-                "model": self._model(by_id(self.vocab | self.specials))}
-        lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in file.items())
-        return "{\n" + ",\n".join(lines) + "\n}\n"
 
-    def save(self, path):
-        """Writes tokenizer.json whole or not at all."""
-        temporary = f"{path}.{os.getpid()}.tmp"
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(self.to_json())
-        os.replace(temporary, path)
+class LongestMatchTokenizer(Tokenizer):
+    """Silia's way to encode ("maximal munch"): `longest_match_by_hand`, with a trie and a cache of known words.
 
-
-class MaximalMunch(Tokenizer):
-    """Silia's way to encode: in each chunk, from the left, always the longest token that fits. How the
-    vocabulary was learned plays no part: with "th" in it but not "the", "the" is th|e; BPE makes it t|he if
-    "he" was learned first. In tokenizer.json, it is a WordPiece model without a prefix."""
+    How the vocabulary was learned plays no part: with "th" in it but not "the", "the" is th|e; BPE makes it
+    t|he if "he" was learned first. In tokenizer.json, it is a WordPiece model without a prefix.
+    """
 
     def __init__(self, vocab, specials, pattern=GPT4_PATTERN, nfc=False):
         super().__init__(vocab, None, specials, pattern, nfc)
@@ -246,7 +278,7 @@ class MaximalMunch(Tokenizer):
                 node = node.setdefault(byte, {})
             node["id"] = id
 
-        def munch(chunk):
+        def match(chunk):
             data, ids, start = [*chunk.encode("utf-8"), None], [], 0
             while data[start] is not None:
                 node, end = trie, start
@@ -257,14 +289,9 @@ class MaximalMunch(Tokenizer):
                 ids.append(longest)
             return ids
 
-        split, known = regex.compile(pattern), lru_cache(1 << 15)(munch)  # words come again and again
+        split, known = regex.compile(pattern), lru_cache(1 << 15)(match)  # words come again and again
         return lambda text: [id for chunk in (match[0] for match in split.finditer(text))
-                             for id in (known if len(chunk) <= 32 else munch)(chunk)]
-
-    def _model(self, vocab):
-        # There is no <unk>: a chunk beyond any limit would be an error, not lost text.
-        return {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "",
-                "max_input_chars_per_word": 10**9, "vocab": vocab}
+                             for id in (known if len(chunk) <= 32 else match)(chunk)]
 
 
 class StreamDecoder:
@@ -294,8 +321,29 @@ def encode_chat(tokenizer, turns):
     return ids
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Text that no regular expression would survive, and the command line
+
+# A run of white space costs tiktoken's regex a stack entry per character, and it panics at a million. So such
+# runs are cut every LONGEST_SPACE characters before anything else, in training as in use.
+LONGEST_SPACE = 100_000
+OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind tries each run only once
+
+
+def clean_segments(text, nfc):
+    """Yield text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked, and
+    whole but for cuts inside overlong white space."""
+    text, start = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), 0
+    text = unicodedata.normalize("NFC", text) if nfc else text
+    for run in OVERLONG.finditer(text) if len(text) > LONGEST_SPACE else ():
+        for cut in range(run.start() + LONGEST_SPACE, run.end(), LONGEST_SPACE):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
 def show(tokenizer, text):
-    """Prints the pieces of a text, their ids and their number."""
+    """Print the pieces of a text, their ids and their number."""
     ids = tokenizer.encode(text)
     tokens = [tokenizer.token_bytes(id) for id in ids]
     # Control characters, and bytes that are part of a character, are shown as Python writes them: \n, \xe2.
@@ -309,23 +357,16 @@ def show(tokenizer, text):
     print(f"{len(ids)} tokens, {len(b''.join(tokens)) / max(1, len(ids)):.2f} bytes per token")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Shows how a tokenizer cuts a text into tokens.")
+def read_and_show():
+    parser = argparse.ArgumentParser(description="Show how a tokenizer cuts a text into tokens.")
     parser.add_argument("tokenizer", help="a tokenizer.json")
     parser.add_argument("text")
     parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args()
-    try:
-        sys.stdout.reconfigure(encoding="utf-8")
-        from support.hf_tokenizer import load_tokenizer
+    from support.hf_tokenizer import load_tokenizer  # which needs this file first
 
-        show(load_tokenizer(args.tokenizer), args.text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    show(load_tokenizer(args.tokenizer), args.text)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(read_and_show)

@@ -170,7 +170,7 @@ def prepare(what):
     import storybook
     import tokenizer as bpe
     from support.corpus import encode_batch
-    from support.hf_tokenizer import tokenizer_from_json
+    from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
 
     documents = [text for text, _ in storybook.stories(8000, 1)]
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
@@ -179,12 +179,12 @@ def prepare(what):
     ranks = {trained.token_bytes(id): id for id in trained.vocab.values()}
     alone = tiktoken.Encoding("", pat_str=trained.pattern, mergeable_ranks=ranks, special_tokens={})
     batch = [(text, True) for text in documents]
-    tokenizer_from_json(trained.to_json())  # once a process
+    tokenizer_from_json(tokenizer_to_json(trained))  # once a process
     run = {
         "count chunks": lambda: bpe.count_chunks(documents),
         "learn merges": lambda: bpe.train_bpe(counts, 1024),
         "train": lambda: bpe.train_bpe(bpe.count_chunks(documents), 1024),
-        "encode": lambda: encode_batch(batch, trained.to_json()),
+        "encode": lambda: encode_batch(batch, tokenizer_to_json(trained)),
         "tiktoken: encode": lambda: [alone.encode_ordinary(text) for text in documents],
         "tiktoken: encode a batch": lambda: alone.encode_ordinary_batch(documents, os.cpu_count()),
     }
@@ -199,7 +199,7 @@ def prepare(what):
         trainer = trainers.BpeTrainer(vocab_size=1020, show_progress=False,
                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
         run["tokenizers: train"] = lambda: other.train_from_iterator(documents, trainer)
-        read = tokenizers.Tokenizer.from_str(trained.to_json()).encode_batch_fast
+        read = tokenizers.Tokenizer.from_str(tokenizer_to_json(trained)).encode_batch_fast
         run["tokenizers: encode a batch"] = lambda: read(documents, add_special_tokens=False)
     if what.startswith("rustbpe"):
         import rustbpe

@@ -25,7 +25,7 @@ import torch
 from model import LanguageModel, ModelConfig
 from support import need
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
-from support.hf_tokenizer import tokenizer_from_json
+from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine, check_type
 
@@ -277,7 +277,7 @@ def read_tokenizer(path):
 
 def write_tokenizer(tokenizer, sink, path):
     """The other way round."""
-    file = json.loads(tokenizer.to_json())
+    file = json.loads(tokenizer_to_json(tokenizer))
     if sink:
         front, text, second = ({kind: {"id": id, "type_id": 0}} for kind, id in (
             ("SpecialToken", sink), ("Sequence", "A"), ("Sequence", "B")))
@@ -310,7 +310,7 @@ def import_folder(source, target, tokenizer_path=None):
             sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
         need(sink in ("", *known.specials),
              f"{path} puts {sink!r} in front of texts, which is no special token of it.")
-        tokenizer, model.config.sink_token = known.to_json(), sink
+        tokenizer, model.config.sink_token = tokenizer_to_json(known), sink
     target.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 0, "best_val_loss": math.inf, "model": model.state_dict(),
                      "optimizer": {}, "scaler": {}, "model_config": asdict(model.config), "train_config": {},

@@ -31,7 +31,7 @@ from support import need
 from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 from support.runtime import run_main, sink_ids
 from support.settings import CommandLine
-from tokenizer import MaximalMunch, Tokenizer
+from tokenizer import LongestMatchTokenizer, Tokenizer
 
 STORY = next(storybook.stories(1, seed=19))[0]  # of a fox named Leo; no model has trained on it
 LINES, MARKERS = ["-", "--", "-.", ":"], "osD^"  # what tells curves apart, instead of colours
@@ -125,7 +125,7 @@ def merges(model, idx):
 
 def cuts(tokenizer, text):
     """{what cuts the text: its pieces}, for BPE after 0, some and all merges, and for the longest match."""
-    learned = tokenizer.merges or []  # a MaximalMunch has none
+    learned = tokenizer.merges or []  # a LongestMatchTokenizer has none
 
     def vocab(n):  # after n merges
         later = {left + right for left, right in learned[n:]}
@@ -135,7 +135,7 @@ def cuts(tokenizer, text):
     n, how = len(learned), (tokenizer.pattern, tokenizer.nfc)
     ways = {f"BPE after {k} merges": Tokenizer(vocab(k), learned[:k], {}, *how)
             for k in ([0, n // 8, n // 2, n] if n else [])}
-    ways["Maximal munch, same tokens"] = MaximalMunch(vocab(n), {}, *how)
+    ways["Maximal munch, same tokens"] = LongestMatchTokenizer(vocab(n), {}, *how)
     return {name: spell(way, way.encode(text)) for name, way in ways.items()}
 
 

@@ -5,11 +5,12 @@ import json
 import regex
 
 from support import need
-from tokenizer import CHAR_TO_BYTE, GPT2_PATTERN, MaximalMunch, Tokenizer
+from support.files import atomic_write
+from tokenizer import CHAR_TO_BYTE, GPT2_PATTERN, LongestMatchTokenizer, Tokenizer
 
 
 def load_tokenizer(path):
-    """Reads a tokenizer.json -> Tokenizer or MaximalMunch."""
+    """Read a tokenizer.json -> Tokenizer or LongestMatchTokenizer."""
     try:
         with open(path, encoding="utf-8") as file:
             return tokenizer_from_json(file.read())
@@ -18,7 +19,7 @@ def load_tokenizer(path):
 
 
 def tokenizer_from_json(json_text):
-    """The text of a tokenizer.json -> Tokenizer, or MaximalMunch if its model is WordPiece. What could not be
+    """The text of a tokenizer.json -> Tokenizer, or LongestMatchTokenizer if its model is WordPiece. What could not be
     encoded with the same ids is refused."""
     try:
         file = json.loads(json_text)
@@ -53,14 +54,14 @@ def _build(file, model):
         # A chunk beyond the limit becomes one unknown token; words of 10,000 bytes are no text that matters.
         need(model["continuing_subword_prefix"] == "" and model["max_input_chars_per_word"] >= 10_000,
              "WordPiece must have an empty prefix and a max_input_chars_per_word of 10,000 or more.")
-        return MaximalMunch(vocab, specials, pattern, nfc)
+        return LongestMatchTokenizer(vocab, specials, pattern, nfc)
     merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     _check_merges(vocab, merges)
     return Tokenizer(vocab, merges, specials, pattern, nfc)
 
 
 def _check_merges(vocab, merges):
-    """Refuses merges that tiktoken would not follow to the letter.
+    """Refuse merges that tiktoken would not follow to the letter.
 
     tiktoken knows no merges: it joins the neighbours that spell the token of the smallest id. For any text
     that is the same if each token, spelt in bytes, is encoded as itself: then only its own two parts can come
@@ -86,3 +87,33 @@ def _check_merges(vocab, merges):
                 if made.get((x, y), new) < x_until and made[x, y] <= y_until:
                     raise ValueError(f"The merges never leave {merge} side by side to be joined.")
         made[pair], parts[new], newest = new, pair, new
+
+
+def tokenizer_to_json(tokenizer):
+    """The text of a Hugging Face tokenizer.json, always the same for the same tokenizer."""
+    def by_id(tokens):
+        return dict(sorted(tokens.items(), key=lambda item: item[1]))
+
+    vocab = by_id(tokenizer.vocab | tokenizer.specials)
+    if isinstance(tokenizer, LongestMatchTokenizer):
+        # There is no <unk>: a chunk beyond any limit would be an error, not lost text.
+        model = {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "",
+                 "max_input_chars_per_word": 10**9, "vocab": vocab}
+    else:
+        model = {"type": "BPE", "vocab": vocab, "merges": tokenizer.merges}
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    file = {"version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": i, "content": s, **flags} for s, i in by_id(tokenizer.specials).items()],
+            "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, plain]},
+            "post_processor": None, "decoder": plain, "model": model}
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in file.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def save_tokenizer(tokenizer, path):
+    """Write tokenizer.json whole or not at all."""
+    with atomic_write(path) as file:
+        file.write(tokenizer_to_json(tokenizer).encode("utf-8"))

@@ -23,6 +23,7 @@ from extras.convert import load_reference, to_reference
 from model import Cache, LanguageModel, ModelConfig
 from support import settings
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
+from support.hf_tokenizer import tokenizer_to_json
 from support.runtime import run_main
 from train import TrainConfig
 
@@ -267,7 +268,7 @@ def save(model, path, tokenizer=None):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 7, "best_val_loss": 1.5, "model": model.state_dict(),
                            "optimizer": {}, "scaler": {}, "model_config": asdict(model.config),
-                           "train_config": {}, "tokenizer": tokenizer.to_json() if tokenizer else ""},
+                           "train_config": {}, "tokenizer": tokenizer_to_json(tokenizer) if tokenizer else ""},
                           Path(path))
 
 
@@ -287,7 +288,7 @@ def test_export_then_import_changes_nothing(run, tokenizer, name):
     checkpoint = load_checkpoint(Path("out/b/ckpt.pt"))
     back = load_model(checkpoint)
     assert effective(back.config) == effective(model.config)
-    assert checkpoint["tokenizer"] == tokenizer.to_json()
+    assert checkpoint["tokenizer"] == tokenizer_to_json(tokenizer)
     assert back.state_dict().keys() == model.state_dict().keys()
     for key, x in model.state_dict().items():
         assert torch.equal(back.state_dict()[key], x), key
@@ -309,11 +310,11 @@ def test_a_mix_without_a_published_layout_is_refused(run, fields):
 def test_a_token_that_the_tokenizer_puts_in_front_becomes_the_sink(run, wrapped):
     """Silia's published tokenizer adds <|actor|> by a template, which may come after ByteLevel."""
     chunks = tokenizers.count_chunks(["the frog and the ball, the frog and the pond."] * 2)
-    munch = tokenizers.train_bpe(chunks, 270, tokenizers.SILIA_SPECIALS, munch=True)
+    munch = tokenizers.train_bpe(chunks, 270, tokenizers.SILIA_SPECIALS, longest_match=True)
     save(make(SILIA), "a.pt")
     run(convert, "export", "a.pt", "folder")
     actor, text = {"SpecialToken": {"id": "<|actor|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    file = json.loads(munch.to_json())
+    file = json.loads(tokenizer_to_json(munch))
     post = {"type": "TemplateProcessing", "single": [actor, text], "pair": [actor, text, text],
             "special_tokens": {"<|actor|>": {"id": "<|actor|>", "ids": [269], "tokens": ["<|actor|>"]}}}
     plain = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
@@ -322,7 +323,7 @@ def test_a_token_that_the_tokenizer_puts_in_front_becomes_the_sink(run, wrapped)
     run(convert, "import", "folder", "b.pt")
     checkpoint = load_checkpoint(Path("b.pt"))
     assert checkpoint["model_config"]["sink_token"] == "<|actor|>"
-    assert checkpoint["tokenizer"] == munch.to_json()
+    assert checkpoint["tokenizer"] == tokenizer_to_json(munch)
     code, story, _ = run(sample, "--checkpoint=b.pt", "--prompt=the frog", "--max_new_tokens=9", "--no_stop")
     assert code is None and story.startswith("the frog")
     run(convert, "export", "b.pt", "again")  # and out again
@@ -346,7 +347,7 @@ def folder(run, tokenizer):
     Path("src").mkdir()
     torch.save(weights, "src/pytorch_model.bin")
     Path("src/config.json").write_text(json.dumps(config | {"vocab_size": 305}), encoding="utf-8")
-    Path("src/tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    Path("src/tokenizer.json").write_text(tokenizer_to_json(tokenizer), encoding="utf-8")
     return Path("src")
 
 
@@ -472,5 +473,5 @@ def test_errors_are_one_sentence(run, folder, words, sentence):
 def test_a_tokenizer_that_does_not_fit_is_refused(run, folder, tokenizer):
     big = tokenizers.train_bpe(tokenizers.count_chunks(["one two three four five six seven eight"] * 2), 306,
                                tokenizers.SPECIALS + tuple(f"<{i}>" for i in range(46)))
-    (folder / "tokenizer.json").write_text(big.to_json(), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer_to_json(big), encoding="utf-8")
     assert "has 306 tokens, more than the model" in run(convert, "import", "src", "a.pt")[0]

@@ -16,6 +16,7 @@ import figures
 import tokenizer as tokenizers
 from model import LanguageModel, ModelConfig, apply_rotary
 from support.checkpoint import save_checkpoint
+from support.hf_tokenizer import tokenizer_to_json
 from support.runtime import run_main
 
 TEXT = "The frog saw a big red ball in the pond and jumped after it at once, and the frog was happy."
@@ -130,7 +131,7 @@ def test_cuts_grow_with_the_merges():
     for n in (5, 20):
         pieces = set(figures.cuts(TOKENIZER, TEXT)[f"BPE after {n} merges"])
         assert made[n - 1] in pieces and not pieces & set(made[n:])
-    munch = tokenizers.train_bpe(tokenizers.count_chunks([TEXT]), 280, munch=True)
+    munch = tokenizers.train_bpe(tokenizers.count_chunks([TEXT]), 280, longest_match=True)
     ways = figures.cuts(munch, TEXT)
     assert list(ways.values()) == [figures.spell(munch, munch.encode(TEXT))]
 
@@ -152,7 +153,7 @@ def write_run(folder, tokenizer=TOKENIZER, rows=3, **changes):
     model = small_model(**changes).float()
     folder.mkdir(parents=True)
     save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
-                           "train_config": {"data": "tales"}, "tokenizer": tokenizer.to_json(), "step": 0,
+                           "train_config": {"data": "tales"}, "tokenizer": tokenizer_to_json(tokenizer), "step": 0,
                            "optimizer": {}, "scaler": {}, "best_val_loss": 0.0}, folder / "ckpt.pt")
     lines = ["step,train_loss,val_loss,bits_per_byte", "0,,4,2", "5,3.5,,", "10,3,3,1.5"]
     (folder / "log.csv").write_text("\n".join(lines[: rows + 1]), encoding="utf-8")
@@ -162,7 +163,7 @@ def write_run(folder, tokenizer=TOKENIZER, rows=3, **changes):
 def here(tmp_path, monkeypatch):
     """A place with data/tales, whose floor is known, and a run on it."""
     monkeypatch.chdir(tmp_path)
-    meta = {"tokenizer_sha256": hashlib.sha256(TOKENIZER.to_json().encode("utf-8")).hexdigest(),
+    meta = {"tokenizer_sha256": hashlib.sha256(tokenizer_to_json(TOKENIZER).encode("utf-8")).hexdigest(),
             "val": {"floor_nats_per_token": 1.0, "floor_bits_per_byte": 0.5}}
     Path("data/tales").mkdir(parents=True)
     Path("data/tales/meta.json").write_text(json.dumps(meta), encoding="utf-8")

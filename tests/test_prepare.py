@@ -22,7 +22,7 @@ import prepare
 import storybook
 import tokenizer as bpe
 from support import corpus
-from support.hf_tokenizer import load_tokenizer
+from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_to_json
 from support.runtime import run_main
 
 SCRIPT = str(Path(prepare.__file__).resolve())
@@ -97,7 +97,7 @@ def test_meta_and_files_say_what_is_there():
         assert meta[split] == {"documents": len(texts), "tokens": len(ids_of("mine", split)),
                                "bytes": sum(len(text.encode()) for text in texts)}
     assert set(os.listdir("data")) == {"mine"} and len(os.listdir("data/mine")) == 4
-    assert bpe.train_bpe(bpe.count_chunks(documents), 300).to_json() == tokenizer.to_json()   # not from val
+    assert tokenizer_to_json(bpe.train_bpe(bpe.count_chunks(documents), 300)) == tokenizer_to_json(tokenizer)   # not from val
 
 
 def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
@@ -269,7 +269,7 @@ def test_the_offset_of_a_bad_byte_counts_from_the_beginning_of_the_file(monkeypa
 
 def test_options_that_do_not_go_together():
     write("in.txt", make_documents(9))
-    bpe.train_bpe({"a": 1}, 260).save("t.json")
+    save_tokenizer(bpe.train_bpe({"a": 1}, 260), "t.json")
     text = ["--name", "x", "--input", "in.txt"]
     for arguments in (["--input", "in.txt"], ["--name", "../x", *text[2:]], ["--name", "raw"], ["--name", ""],
                       ["--val_input", "in.txt"], ["--delimiter", "x"], ["--name", "storybook", *text[2:]],
@@ -325,7 +325,7 @@ def test_munch_has_the_vocabulary_of_bpe_and_silias_specials(monkeypatch):
     assert contents("munch") == contents("two") == contents("given")
     assert decoded("munch", "train") == documents and decoded("munch", "val") == held_out
     munch, other = (load_tokenizer(f"data/{name}/tokenizer.json") for name in ("munch", "bpe"))
-    assert type(munch) is bpe.MaximalMunch and type(other) is bpe.Tokenizer and munch.vocab == other.vocab
+    assert type(munch) is bpe.LongestMatchTokenizer and type(other) is bpe.Tokenizer and munch.vocab == other.vocab
     assert munch.specials == {"<|end-text|>": 398, "<|actor|>": 399}
     assert json.loads(Path("data/munch/meta.json").read_text("utf-8"))["end_of_text"] == 398
     ids = ids_of("munch", "train").tolist()
@@ -446,7 +446,7 @@ def test_storybook_and_its_floor(capsys):
 def test_a_storybook_for_silia_beside_the_other():
     folder = prepare.storybook("silia_storybook", 400, train=80, val=20, seed=3, longest_match=True)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    assert type(tokenizer) is bpe.MaximalMunch and tokenizer.vocab_size == 400
+    assert type(tokenizer) is bpe.LongestMatchTokenizer and tokenizer.vocab_size == 400
     assert decoded("silia_storybook", "val") == [text for text, _ in storybook.stories(20, 7)]
     floor = json.loads((folder / "meta.json").read_text("utf-8"))["val"]["floor_bits_per_byte"]
     prepare.storybook(vocab_size=400, train=80, val=20, seed=3)

@@ -15,7 +15,7 @@ import test_model
 import tokenizer as tokenizers
 from model import Cache, LanguageModel, ModelConfig
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
-from support.hf_tokenizer import tokenizer_from_json
+from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
 from support.runtime import compile_decoding, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +34,7 @@ def write_checkpoint(path, **changes):
             p *= 20 if p.dim() == 2 else 1  # a model with opinions, on what it reads and on what it has read
     path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "model": model.state_dict(), "model_config": vars(model.config),
-                           "train_config": {}, "tokenizer": tokenizer.to_json(), "step": 0, "optimizer": {},
+                           "train_config": {}, "tokenizer": tokenizer_to_json(tokenizer), "step": 0, "optimizer": {},
                            "scaler": {}, "best_val_loss": 0.0}, path)
 
 

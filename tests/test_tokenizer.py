@@ -15,8 +15,10 @@ import pytest
 import regex
 
 import tokenizer as tok
-from support.hf_tokenizer import load_tokenizer, tokenizer_from_json
-from tokenizer import MaximalMunch, Tokenizer, count_chunks, encode_chat, train_bpe
+from support import hf_tokenizer
+from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_from_json, tokenizer_to_json
+from tokenizer import (LongestMatchTokenizer, Tokenizer, count_chunks, encode_by_hand, encode_chat,
+                       learn_merges_by_hand, longest_match_by_hand, merge, train_bpe)
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "naïve", "don't", "I'LL", "banana", "1234567", "--", "日本語",
@@ -31,33 +33,6 @@ def random_text(rng, length=30):
     return "".join(rng.choice(WORDS + ODD) + rng.choice([" ", " ", "", "  ", "\n"]) for _ in range(length))
 
 
-def naive_merges(chunks, wanted):
-    """Training as the docstring of train_bpe puts it: count all pairs, take the best, rewrite everything."""
-    rows = [(list(chunk.encode()), count) for chunk, count in chunks.items()]
-    merges = []
-    while len(merges) < wanted:
-        counts = Counter()
-        for row, count in rows:
-            for pair in zip(row, row[1:]):
-                counts[pair] += count
-        if not counts:
-            break
-        best = min(counts, key=lambda pair: (-counts[pair], pair))
-        for row, _ in rows:
-            join(row, best, 256 + len(merges))
-        merges.append(best)
-    return merges
-
-
-def join(row, pair, new):
-    """Replaces, from the left, each `pair` in the list `row` by `new`."""
-    i = 0
-    while i < len(row) - 1:
-        if (row[i], row[i + 1]) == tuple(pair):
-            row[i:i + 2] = [new]
-        i += 1
-
-
 def reference_encode(tokenizer, text):
     """Split; then apply the merges to each chunk, one after the other, in their order."""
     ids = []
@@ -65,27 +40,23 @@ def reference_encode(tokenizer, text):
         row = [tok.BYTE_TO_CHAR[byte] for byte in chunk.encode()]
         for left, right in tokenizer.merges:
             if left in row:
-                join(row, (left, right), left + right)
+                row = merge(row, (left, right), left + right)
         ids += [tokenizer.vocab[token] for token in row]
     return ids
 
 
 def reference_munch(tokenizer, text):
-    """Split; then cut off the longest token, trying every length from the longest down."""
+    """Split; then take the longest token, again and again."""
     tokens = {tokenizer.token_bytes(id): id for id in tokenizer.vocab.values()}
     ids = []
     for match in regex.finditer(rf"{tokenizer.pattern}|(?:(?!{tokenizer.pattern})[\s\S])+", text):
-        rest = match[0].encode()
-        while rest:
-            length = next(n for n in range(len(rest), 0, -1) if rest[:n] in tokens)
-            ids.append(tokens[rest[:length]])
-            rest = rest[length:]
+        ids += longest_match_by_hand(match[0], tokens)
     return ids
 
 
 def munching(tokenizer):
     """The same vocabulary, another way to encode."""
-    return MaximalMunch(tokenizer.vocab, tokenizer.specials, tokenizer.pattern, tokenizer.nfc)
+    return LongestMatchTokenizer(tokenizer.vocab, tokenizer.specials, tokenizer.pattern, tokenizer.nfc)
 
 
 def merge_ids(tokenizer):
@@ -112,15 +83,23 @@ def test_training_equals_recounting_at_every_step(alphabet):
         chunks = Counter()
         for _ in range(rng.randint(1, 12)):
             chunks["".join(rng.choice(alphabet) for _ in range(rng.randint(1, 25)))] += rng.randint(1, 4)
-        wanted = len(naive_merges(chunks, 40))
-        assert merge_ids(train_bpe(chunks, 256 + wanted, specials=())) == naive_merges(chunks, 40)
+        wanted = len(learn_merges_by_hand(chunks, 40))
+        assert merge_ids(train_bpe(chunks, 256 + wanted, specials=())) == learn_merges_by_hand(chunks, 40)
+
+
+def test_merges_in_their_order_are_what_tiktoken_does():
+    """The definition of encoding against the encoder that is used, on chunks that were and were not trained on."""
+    rng = random.Random(5)
+    tokenizer = train_bpe(count_chunks(random_text(rng) for _ in range(60)), 600, specials=())
+    for chunk in count_chunks(random_text(rng) for _ in range(60)):
+        assert tokenizer.encode(chunk) == encode_by_hand(chunk, merge_ids(tokenizer)), chunk
 
 
 def test_runs_of_one_letter_train_like_the_naive_trainer():
     # a merge in "aaaaa" changes the count of the very pair that is being merged
     for n in range(2, 40):
         chunks = Counter({"a" * n: 1, "ba" + "a" * (n // 2): 2})
-        merges = naive_merges(chunks, 99)
+        merges = learn_merges_by_hand(chunks, 99)
         assert merge_ids(train_bpe(chunks, 256 + len(merges), specials=())) == merges
 
 
@@ -128,7 +107,7 @@ def test_no_two_tokens_are_spelt_alike():
     rng = random.Random(3)
     for _ in range(60):
         chunks = Counter("".join(rng.choice("ab") for _ in range(rng.randint(1, 40))) for _ in range(8))
-        wanted = len(naive_merges(chunks, 80))
+        wanted = len(learn_merges_by_hand(chunks, 80))
         assert len(train_bpe(chunks, 256 + wanted, specials=()).vocab) == 256 + wanted
 
 
@@ -144,14 +123,14 @@ def test_the_order_of_chunks_and_the_split_into_workers_do_not_matter():
     parts = count_chunks(documents[25:]) + count_chunks(documents[:25])
     shuffled = list(whole.items())
     rng.shuffle(shuffled)
-    texts = {train_bpe(chunks, 420).to_json() for chunks in (whole, parts, Counter(dict(shuffled)))}
+    texts = {tokenizer_to_json(train_bpe(chunks, 420)) for chunks in (whole, parts, Counter(dict(shuffled)))}
     assert len(texts) == 1
 
 
 def test_the_hash_seed_does_not_matter():
-    code = ("import tokenizer as t, random; r = random.Random(2); "
+    code = ("import tokenizer as t, random; from support.hf_tokenizer import tokenizer_to_json; r = random.Random(2); "
             "chunks = t.count_chunks([''.join(r.choice('abcd ') for _ in range(3000))]); "
-            "print(t.train_bpe(chunks, 400).to_json())")
+            "print(tokenizer_to_json(t.train_bpe(chunks, 400)))")
     run = lambda seed: subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True,
                                       env={**os.environ, "PYTHONHASHSEED": seed}).stdout
     assert run("1") == run("2") != b""
@@ -219,7 +198,7 @@ def test_every_token_is_encoded_as_itself():
     for token, id in tokenizer.vocab.items():
         row = list(token)
         for left, right in tokenizer.merges:
-            join(row, (left, right), left + right)
+            row = merge(row, (left, right), left + right)
         assert row == [token], id
 
 
@@ -287,9 +266,9 @@ def test_long_runs(small, text, pattern):
 
 def test_only_overlong_white_space_is_cut(monkeypatch):
     monkeypatch.setattr(tok, "LONGEST_SPACE", 4)
-    monkeypatch.setattr(tok, "_OVERLONG", tok.re.compile(tok._OVERLONG.pattern.replace("100000", "4")))
-    assert list(tok._segments("ab    cd          ef\n\n", False)) == ["ab    cd    ", "    ", "  ef\n\n"]
-    assert list(tok._segments("         ", False)) == ["    ", "    ", " "]
+    monkeypatch.setattr(tok, "OVERLONG", tok.re.compile(tok.OVERLONG.pattern.replace("100000", "4")))
+    assert list(tok.clean_segments("ab    cd          ef\n\n", False)) == ["ab    cd    ", "    ", "  ef\n\n"]
+    assert list(tok.clean_segments("         ", False)) == ["    ", "    ", " "]
 
 
 def test_stream_decoder(either):
@@ -323,7 +302,7 @@ def test_chat(small):
 def test_nfc():
     chunks = count_chunks(["cafe\u0301 cafe\u0301"], nfc=True)
     assert "cafés"[:-1] in chunks
-    tokenizer = tokenizer_from_json(train_bpe(chunks, 264, nfc=True, specials=("<|endoftext|>", "<e\u0301>")).to_json())
+    tokenizer = tokenizer_from_json(tokenizer_to_json(train_bpe(chunks, 264, nfc=True, specials=("<|endoftext|>", "<e\u0301>"))))
     assert tokenizer.nfc and tokenizer.encode("cafe\u0301") == tokenizer.encode("café")
     mixed = tokenizer.encode("<e\u0301>e\u0301", allow_special=True)
     assert mixed == [tokenizer.specials["<e\u0301>"], *tokenizer.encode("é")]
@@ -335,12 +314,12 @@ def test_nfc():
 
 def test_munch_is_not_bpe():
     # the merge of h and e is the older one, so that BPE gets to it first
-    bpe, munch = (train_bpe(Counter({"he": 3, "th": 2}), 260, tok.SILIA_SPECIALS, munch=munch)
+    bpe, munch = (train_bpe(Counter({"he": 3, "th": 2}), 260, tok.SILIA_SPECIALS, longest_match=munch)
                   for munch in (False, True))
     assert munch.vocab == bpe.vocab and munch.specials == bpe.specials
     assert [bpe.token_bytes(id) for id in bpe.encode("the")] == [b"t", b"he"]
     assert [munch.token_bytes(id) for id in munch.encode("the")] == [b"th", b"e"]
-    assert munch.encode("the theth") != tokenizer_from_json(bpe.to_json()).encode("the theth")
+    assert munch.encode("the theth") != tokenizer_from_json(tokenizer_to_json(bpe)).encode("the theth")
 
 
 @pytest.mark.parametrize("pattern", [tok.GPT4_PATTERN, tok.GPT2_PATTERN, r"[\s\S]+", r"(\p{L})+"])
@@ -355,7 +334,7 @@ def test_munch_takes_the_longest_token_that_fits(pattern):
             spelt = [tok.BYTE_TO_CHAR[byte] for byte in text.encode()] or ["a"]
             start = rng.randrange(len(spelt))
             vocab.setdefault("".join(spelt[start:start + rng.randint(1, 7)]), len(vocab))
-        munch = MaximalMunch(vocab, {"<|end-text|>": len(vocab)}, pattern)
+        munch = LongestMatchTokenizer(vocab, {"<|end-text|>": len(vocab)}, pattern)
         for text in texts + [random_text(rng, 5)]:
             assert munch.encode(text) == reference_munch(munch, text), text
             assert munch.decode(munch.encode(text)) == text
@@ -372,7 +351,7 @@ def test_munch_of_a_trained_vocabulary(small):
 @pytest.mark.parametrize("text", ["a" * 10**6, "ab" * 500_000, "é" * 500_000, "aab" * 333_333, "!" * 10**6])
 def test_munch_of_a_chunk_of_a_million_characters(text):
     # with tokens of up to 4,096 letters; a scan of the rest of the chunk for every token would take hours
-    munch = train_bpe(Counter({"a" * 8192: 1, "é" * 99: 1}), 285, tok.SILIA_SPECIALS, munch=True)
+    munch = train_bpe(Counter({"a" * 8192: 1, "é" * 99: 1}), 285, tok.SILIA_SPECIALS, longest_match=True)
     began = time.process_time()
     ids = munch.encode(text)
     assert time.process_time() - began < 20
@@ -380,24 +359,24 @@ def test_munch_of_a_chunk_of_a_million_characters(text):
 
 
 def test_specials_of_silia():
-    munch = train_bpe(Counter(["ab"]), 259, tok.SILIA_SPECIALS, munch=True)
+    munch = train_bpe(Counter(["ab"]), 259, tok.SILIA_SPECIALS, longest_match=True)
     assert munch.specials == {"<|end-text|>": 257, "<|actor|>": 258} and munch.end_of_text == 257
     assert munch.encode("<|actor|>ab<|end-text|>", allow_special=True) == [258, 256, 257]
     assert max(munch.encode("<|actor|>ab<|end-text|>")) == 256
     # "鬼" is spelt é¬¼: there, WordPiece would find a special token of that name
     with pytest.raises(ValueError, match="spelt like the bytes"):
-        train_bpe(Counter(), 257, ("é¬¼",), munch=True)
+        train_bpe(Counter(), 257, ("é¬¼",), longest_match=True)
 
 
 def test_the_model_type_tells_the_two_kinds_apart(small):
     specials_first = tokenizer_from_json(json.dumps(published()))
     nfc = train_bpe(Counter(["ab"]), 258, ("</s>",), nfc=True, pattern=r"\p{L}+")
     for tokenizer in (small, munching(small), specials_first, munching(specials_first), nfc, munching(nfc)):
-        again = tokenizer_from_json(tokenizer.to_json())
-        assert type(again) is type(tokenizer) and again.to_json() == tokenizer.to_json()
+        again = tokenizer_from_json(tokenizer_to_json(tokenizer))
+        assert type(again) is type(tokenizer) and tokenizer_to_json(again) == tokenizer_to_json(tokenizer)
         for part in ("vocab", "specials", "merges", "pattern", "nfc"):
             assert getattr(again, part) == getattr(tokenizer, part)
-    model = json.loads(munching(small).to_json())["model"]
+    model = json.loads(tokenizer_to_json(munching(small)))["model"]
     assert model["type"] == "WordPiece" and model["continuing_subword_prefix"] == "" and "merges" not in model
 
 
@@ -405,10 +384,10 @@ def test_the_model_type_tells_the_two_kinds_apart(small):
 
 def test_save_and_load(either, tmp_path):
     path = tmp_path / "tokenizer.json"
-    either.save(path)
+    save_tokenizer(either, path)
     again = load_tokenizer(path)
     assert os.listdir(tmp_path) == ["tokenizer.json"]  # no temporary file
-    assert path.read_bytes() == again.to_json().encode() == either.to_json().encode()
+    assert path.read_bytes() == tokenizer_to_json(again).encode() == tokenizer_to_json(either).encode()
     assert path.read_bytes().endswith(b"}\n") and b"\r" not in path.read_bytes()
     assert (again.vocab_size, again.specials, again.end_of_text) == (600, either.specials, either.end_of_text)
     assert type(again) is type(either)
@@ -419,9 +398,9 @@ def test_save_and_load(either, tmp_path):
 def test_a_failed_save_leaves_the_old_file(small, tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     path.write_text("old", encoding="utf-8")
-    monkeypatch.setattr(Tokenizer, "to_json", lambda self: 1 / 0)
+    monkeypatch.setattr(hf_tokenizer, "tokenizer_to_json", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        small.save(path)
+        save_tokenizer(small, path)
     assert path.read_text(encoding="utf-8") == "old"
 
 
@@ -448,7 +427,7 @@ def test_a_published_file():
     assert [tokenizer.token_bytes(id) for id in (4, 5, 261, 262)] == [b"!", b'"', b" t", b" the"]
     assert tokenizer.encode("he the\n\n</s>")[:2] == [260, 262]
     assert tokenizer.encode("a</s>", allow_special=True) == [tokenizer.vocab["a"], 2]
-    assert tokenizer_from_json(tokenizer.to_json()).to_json() == tokenizer.to_json()
+    assert tokenizer_to_json(tokenizer_from_json(tokenizer_to_json(tokenizer))) == tokenizer_to_json(tokenizer)
     file["model"]["merges"] = [" ".join(merge) for merge in file["model"]["merges"]]
     assert tokenizer_from_json(json.dumps(file)).merges == tokenizer.merges
 
@@ -574,7 +553,7 @@ BAD_MUNCH = {
 
 @pytest.mark.parametrize("name", BAD_MUNCH)
 def test_a_wordpiece_file_that_we_cannot_follow_is_refused_in_a_sentence(small, name):
-    file = json.loads(munching(small).to_json())
+    file = json.loads(tokenizer_to_json(munching(small)))
     tokenizer_from_json(json.dumps(file))
     BAD_MUNCH[name](file)
     with pytest.raises(ValueError) as error:
@@ -607,10 +586,10 @@ def test_merges_that_never_apply_are_refused(merges, sound):
     tokenizer = Tokenizer(vocab, [tuple(merge.split()) for merge in merges], {})
     if sound:
         text = "abcaabaabbaaaaaaab"
-        assert tokenizer_from_json(tokenizer.to_json()).encode(text) == reference_encode(tokenizer, text)
+        assert tokenizer_from_json(tokenizer_to_json(tokenizer)).encode(text) == reference_encode(tokenizer, text)
     else:
         with pytest.raises(ValueError, match="side by side"):
-            tokenizer_from_json(tokenizer.to_json())
+            tokenizer_from_json(tokenizer_to_json(tokenizer))
 
 
 def test_hugging_face_gives_the_same_ids(small):
@@ -621,11 +600,11 @@ def test_hugging_face_gives_the_same_ids(small):
     ours = [small, tokenizer_from_json(json.dumps(published())), train_bpe(chunks, 800), train_bpe(chunks, 800, nfc=True),
             train_bpe(chunks, 800, pattern=tok.GPT2_PATTERN), train_bpe(chunks, 800, pattern=r"\p{L}+")]
     for tokenizer in ours + list(map(munching, ours)):
-        theirs = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        theirs = tokenizers.Tokenizer.from_str(tokenizer_to_json(tokenizer))
         for _ in range(300):
             text = random_text(rng, rng.randint(1, 12))
             assert tokenizer.encode(text, allow_special=True) == theirs.encode(text).ids, text
-        assert tokenizer_from_json(theirs.to_str()).to_json() == tokenizer.to_json()
+        assert tokenizer_to_json(tokenizer_from_json(theirs.to_str())) == tokenizer_to_json(tokenizer)
 
 
 # ----------------------------------------------------------------------------------------------- command line
@@ -637,7 +616,7 @@ def run_cli(*arguments):
 
 def test_command_line(tmp_path):
     path = tmp_path / "tokenizer.json"
-    train_bpe(count_chunks(["hello hello hello"]), 268).save(path)
+    save_tokenizer(train_bpe(count_chunks(["hello hello hello"]), 268), path)
     done = run_cli(path, "hello\né")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["hello|\\n|\\xc3|\\xa9", "259 10 195 169",
