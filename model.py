@@ -1,17 +1,17 @@
 """
 Small language models in one file, to be read from the top.
 
-Three decoder-only transformers whose parts can be mixed. Each is a Llama (pre-norm blocks, rotary positions,
-gated feed-forwards) with some parts changed. New in Wiola Nano (12,915,888 parameters; Chowdhury, Oosa, Reddy,
-arXiv:2608.14604; "Nano paper" below):
+Three decoder-only transformers whose parts can be mixed. Each is a Llama (pre-norm blocks, rotary
+positions, gated feed-forwards) with some parts changed. New in Wiola Nano (12,915,888 parameters; Chowdhury,
+Oosa, Reddy, arXiv:2608.14604; "Nano paper" below):
 
 - Rotary positions turn a little faster than usual, the slow pairs most: the "spiral" (III.B).
 - Attention scores are multiplied by a gate, one number per head and token, computed from the running mean of
   all queries so far (III.C).
 - A feed-forward with a product *and* a linear bypass inside, the "butterfly" (III.D).
 
-New in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 billion parameters; Chowdhury and
-others, arXiv:2607.01394; "helix paper" below, its sections in brackets):
+New in the Wiola helix family (called 120M to 1.5B, really 147 million to 2.2 billion parameters; Chowdhury
+and others, arXiv:2607.01394; "helix paper" below, its sections in brackets):
 
 - Rotary positions whose radius varies as well: the "helix" (6).
 - Attention to the tokens so far and to the layers below, through running means of their outputs (7).
@@ -117,7 +117,7 @@ class ModelConfig:
 
 
 def apply_rotary(x, cos, sin):
-    """Rotate (with the helix, also stretch) the pairs of x (B, H, T, D), queries or keys; cos, sin (T, D/2)."""
+    """Rotate (the helix also stretches) the pairs of x (B, H, T, D), queries or keys; cos, sin (T, D/2)."""
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D) -> 2 x (B, H, T, D/2)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).type_as(x)
 
@@ -140,7 +140,7 @@ def plain_rotary(config, position):
 
 
 def spiral_rotary(config, position):
-    """Spiral rotary encoding (Nano paper III.B): pair i turns faster by a factor of 1 + alpha sqrt((i+1)/(D/2)).
+    """Spiral rotary encoding (Nano paper III.B): pair i turns 1 + alpha sqrt((i + 1) / (D/2)) times as fast.
 
     position (T,) -> cos, sin (T, D/2). Why: phases that "fan out" should tell distant positions apart more
     easily. The paper says that the fast pairs (small i) get the larger boost; its formula, and this one, give
@@ -168,8 +168,8 @@ def helix_rotary(config, position):
         r     = 1 + a_s sin(f_s p w)       a_s = radial_amplitude, f_s = radial_frequency
 
     position (T,) -> r cos Theta, r sin Theta (T, D/2). Why: plain rotary has one scale, language has several
-    (parts of words, phrases, paragraphs). The paper speaks of two angles, p w and p w / k_s, but only their sum
-    is used: standard rotary, turning 1 + 1/k_s times as fast. New is the radius. It stretches queries and
+    (parts of words, phrases, paragraphs). The paper speaks of two angles, p w and p w / k_s, but only their
+    sum is used: standard rotary, turning 1 + 1/k_s times as fast. New is the radius. It stretches queries and
     keys, so scores depend on where both tokens stand. In our ablation it made no difference.
     """
     turn = position[:, None] * rotary_frequencies(config, position)  # (T, 1), (D/2,) -> (T, D/2)
@@ -194,7 +194,8 @@ def attention_by_hand(q, k, v):
     model uses `causal_attention`, which gives the same without a (T, S) matrix; a test compares the two.
     """
     T, S, group = q.size(2), k.size(2), q.size(1) // k.size(1)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (B, K, S, D) -> (B, H, S, D)
+    k = k.repeat_interleave(group, dim=1)  # (B, K, S, D) -> (B, H, S, D)
+    v = v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5  # (B, H, T, D) @ (B, H, D, S) -> (B, H, T, S)
     future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)  # query t is token S - T + t
     weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
@@ -282,7 +283,7 @@ class Cache:
         return self.rows[name][:, :, :end]
 
     def running_sum(self, name, x):
-        """x (B, T, ...) -> prefix sums that continue those of the tokens before, same shape, float32 or wider."""
+        """x (B, T, ...) -> prefix sums that continue those of earlier tokens, same shape, float32 or wider."""
         total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
         self.new_sums[name] = total[:, -1:].detach().clone()
         return total
@@ -310,7 +311,7 @@ def rms_norm(config):
 
 
 def unit_rms(x):
-    """x / sqrt(mean(x^2) + eps), no weight, in float32 or wider; eps is that type's machine epsilon (Silia)."""
+    """x / sqrt(mean(x^2) + eps), no weight, in float32 or wider; eps: that type's machine epsilon (Silia)."""
     return F.rms_norm(at_least_float32(x), x.shape[-1:]).type_as(x)
 
 
@@ -337,8 +338,8 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 # ----------------------------------------------------------------------------------------------------------
 # Mixers: x (B, T, C), rotary tables, past, summaries -> (B, T, C); the only parts that look at other tokens.
-# `name` tells the layers apart in the cache. `summaries` are running means of the outputs of the layers below,
-# (B, T, C) each; a model makes them only if its mixer says that it `reads_summaries`.
+# `name` tells the layers apart in the cache. `summaries` are running means of the outputs of the layers
+# below, (B, T, C) each; a model makes them only if its mixer says that it `reads_summaries`.
 
 
 class Attention(nn.Module):
@@ -379,9 +380,9 @@ class GatedSpiralAttention(Attention):
         g_t = sigmoid(W_2 SiLU(W_1 c_t) + b_2)                 in (0, 1), one for each head
         head h: sum over s <= t of softmax_s(g_t^h q_t^h . k_s^h / sqrt(D)) v_s^h
 
-    Why: a head that does not help should be able to suppress itself, a soft selection of heads. In fact a gate
-    is an inverse temperature: near 1 the head attends as usual, near 0 it returns the plain mean of the values
-    so far (it does not fall silent). In our ablation models without it were as good.
+    Why: a head that does not help should be able to suppress itself, a soft selection of heads. In fact a
+    gate is an inverse temperature: near 1 the head attends as usual, near 0 it returns the plain mean of the
+    values so far (it does not fall silent). In our ablation models without it were as good.
 
     A sum and a count are enough to continue from, so decoding has the same gates as training. And since g
     scales a whole row of scores, g (q . k) = (g q) . k: folded into the query, the fused kernels still apply.
@@ -429,7 +430,7 @@ class CrossLayerAttention(Attention):
     def __init__(self, config, name):
         super().__init__(config, name)
         self.gate = nn.Linear(config.d_model, self.sizes[0], bias=False)
-        self.kv_summary = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one product
+        self.kv_summary = nn.Linear(config.d_model, 2 * self.sizes[1], bias=False)  # W_K', W_V' in one
         self.phi = nn.Parameter(torch.tensor(float(config.phi)))
 
     def attend_to_summaries(self, q, summaries):
@@ -452,8 +453,9 @@ class CrossLayerAttention(Attention):
 
 
 class HydraAttention(nn.Module):
-    """Hydra latent attention (Silia v2): two kinds of heads in turn. n is the norm without weight, R the rotary;
-    q, k, v of all heads come from one latent vector of width C, W_qkv W_latent n(x); W_out joins the heads.
+    """Hydra latent attention (Silia v2): two kinds of heads, alternating. q, k, v of all heads come from one
+    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight; W_out joins the heads; R
+    is the rotation.
 
         even heads, "XLA": softmax attention, gated (arXiv:2505.06708) and exclusive (arXiv:2603.09078)
               a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
@@ -461,9 +463,10 @@ class HydraAttention(nn.Module):
         odd heads, "AFT": an attention-free transformer (arXiv:2105.14103)
               y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
 
-    Why exclusive: a head's output tends to point along the token's own value, which the residual stream carries
-    anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two sums, a state
-    of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp cannot overflow.
+    Why exclusive: a head's output tends to point along the token's own value, which the residual stream
+    carries anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two sums,
+    a state of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp cannot
+    overflow. (The model card does not spell out XLA.)
 
     Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
     """
@@ -539,8 +542,8 @@ class SwiGLU(nn.Module):
 class Butterfly(nn.Module):
     """W_down (SiLU(gate) * up + bypass) (Nano paper III.D): a SwiGLU with a linear path. 4 C N parameters.
 
-    Why: the bypass is to help gradients through when there are few layers. In our ablation a SwiGLU of as many
-    parameters (its N 4/3 as large) was as good.
+    Why: the bypass is to help gradients through when there are few layers. In our ablation a SwiGLU of as
+    many parameters (its N 4/3 as large) was as good.
     """
 
     def __init__(self, config):
@@ -599,7 +602,7 @@ class PreNormBlock(nn.Module):
 class SiliaBlock(nn.Module):
     """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2).
 
-    Why: with few parameters, one kind of unit that mixes tokens and coordinates should do for both.
+    Why is not said; as we read it, a tiny model saves a layer by one unit that mixes tokens and coordinates.
     """
 
     def __init__(self, config, layer):
@@ -616,8 +619,8 @@ class SiliaBlock(nn.Module):
 # ----------------------------------------------------------------------------------------------------------
 # Token merging, "ATM" (helix paper 8). In training, two neighbours that are nearly the same go through the
 # mixer of a middle layer as one vector, their average, and both get its output. (The feed-forward still sees
-# them all.) Why: fewer tokens, less work. But so the first of a pair sees the second, the very token that it is
-# to predict. The published method has this leak; here it is off unless a config asks for it.
+# them all.) Why: fewer tokens, less work. But so the first of a pair sees the second, the very token that it
+# is to predict. The published method has this leak; here it is off unless a config asks for it.
 
 
 def greedy_pairs(x, threshold):
@@ -652,8 +655,8 @@ def mix_merged(mixer, second, x, rotary, past, summaries):
         second = [0 1 0 0 1]  ->  M = 3, first = [0 2 3], last = [1 2 4], group = [0 0 1 2 2]
     """
     M = int((~second).sum(dim=1).max())
-    first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): the first token of each pair, or the only
-    last = first + second.roll(-1, 1).gather(1, first)  # (B, M): one further, if that one joins it
+    first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): each pair's first token, or the only one
+    last = first + second.roll(-1, 1).gather(1, first)  # (B, M): the next token, if that one joins it
     merged = (take(x, first) + take(x, last)) / 2
     summaries = [take(summary, last) for summary in summaries]
     mixed = mixer(merged, [table[:M] for table in rotary], past, summaries)
@@ -729,7 +732,8 @@ def check_config(c):
     need(c.ffn != "dual_stream" or (c.d_narrow or c.d_ff // 4) >= 1,
          f"d_narrow={c.d_narrow} with d_ff={c.d_ff} leaves no narrow stream.")
     hydra = issubclass(PARTS["mixer"][c.mixer], HydraAttention)
-    need(not hydra or K == c.n_head, f"n_kv_head={c.n_kv_head} is not for mixer={c.mixer!r}: each head has its own.")
+    need(not hydra or K == c.n_head,
+         f"n_kv_head={c.n_kv_head} is not for mixer={c.mixer!r}: each head has its own.")
     need(not hydra or c.n_head % 2 == 0,
          f"n_head={c.n_head} must be even with mixer={c.mixer!r}: half attend, half sum.")
     need(c.block != "silia" or hydra, f"block='silia' is made of mixer='hydra', not {c.mixer!r}.")
@@ -769,7 +773,9 @@ class LanguageModel(nn.Module):
         block = PARTS["block"][config.block]
         self.blocks = nn.ModuleList(block(config, layer) for layer in range(config.n_layer))
         self.norm = PARTS["norm"][config.norm](config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         reads = PARTS["mixer"][config.mixer].reads_summaries
         self.lookback = min(config.lookback, config.n_layer - 1) if reads else 0
         self.apply(self.init_weights)
@@ -814,7 +820,7 @@ class LanguageModel(nn.Module):
                 x = checkpoint(block, x, rotary, past, summaries, use_reentrant=False)
             else:
                 x = block(x, rotary, past, summaries)
-            if self.lookback and layer < len(self.blocks) - 1:  # nothing above the last would read its summary
+            if self.lookback and layer < len(self.blocks) - 1:  # no layer reads a summary of the last one
                 summaries = [*summaries, running_mean(past, f"{layer}.output", x)][-self.lookback:]
         return x
 
@@ -845,8 +851,8 @@ class LanguageModel(nn.Module):
         return float(sum(ratios) / max(1, len(ratios)))
 
     @torch.no_grad()
-    def generate(self, prompt, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_ids=None,
-                 cache=None):
+    def generate(self, prompt, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None,
+                 n_ids=None, cache=None):
         """Continue prompt (B, T): a generator that yields one column of new ids (B, 1) at a time.
 
         Only ids below n_ids are drawn (None: all): a model may have more rows than its tokenizer has tokens.
