@@ -283,7 +283,7 @@ class Cache:
         return self.rows[name][:, :, :end]
 
     def running_sum(self, name, x):
-        """x (B, T, ...) -> prefix sums that continue those of earlier tokens, same shape, float32 or wider."""
+        """x (B, T, ...) -> prefix sums that continue those of earlier tokens, float32 or wider."""
         total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
         self.new_sums[name] = total[:, -1:].detach().clone()
         return total
@@ -454,8 +454,8 @@ class CrossLayerAttention(Attention):
 
 class HydraAttention(nn.Module):
     """Hydra latent attention (Silia v2): two kinds of heads, alternating. q, k, v of all heads come from one
-    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight; W_out joins the heads; R
-    is the rotation.
+    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight. R is the rotation; W_out
+    joins the heads.
 
         even heads, "XLA": softmax attention, gated (arXiv:2505.06708) and exclusive (arXiv:2603.09078)
               a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
@@ -464,9 +464,9 @@ class HydraAttention(nn.Module):
               y_t = sigmoid(n(q_t)) * sum_{s<=t} exp(n(k_s)) v_s / (sum_{s<=t} exp(n(k_s)) + 1e-6)
 
     Why exclusive: a head's output tends to point along the token's own value, which the residual stream
-    carries anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two sums,
-    a state of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp cannot
-    overflow. (The model card does not spell out XLA.)
+    carries anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two
+    sums, a state of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp
+    cannot overflow. (The model card does not spell out XLA.)
 
     Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
     """
@@ -655,7 +655,7 @@ def mix_merged(mixer, second, x, rotary, past, summaries):
         second = [0 1 0 0 1]  ->  M = 3, first = [0 2 3], last = [1 2 4], group = [0 0 1 2 2]
     """
     M = int((~second).sum(dim=1).max())
-    first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): each pair's first token, or the only one
+    first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): a pair's first token, or the only one
     last = first + second.roll(-1, 1).gather(1, first)  # (B, M): the next token, if that one joins it
     merged = (take(x, first) + take(x, last)) / 2
     summaries = [take(summary, last) for summary in summaries]

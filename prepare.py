@@ -129,7 +129,8 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
         counts.update(batch_counts)
     need(counts, "There is no text for train.bin: the input is empty.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
-    return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(), longest_match=longest_match)
+    return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(),
+                         longest_match=longest_match)
 
 
 # ----------------------------------------------------------------------------------------------------------

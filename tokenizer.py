@@ -73,7 +73,7 @@ def merge(ids, pair, new):
 
 
 def learn_merges_by_hand(chunks, wanted):
-    """Train: join the most frequent pair into a new token, again and again. Counter of chunks -> pairs of ids.
+    """Train: join the most frequent pair into a new token, again and again. Counts of chunks -> pairs of ids.
 
     Of equally frequent pairs, it is the one whose left id is smallest, then whose right id is.
     """
@@ -125,8 +125,8 @@ def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PAT
     """Train a Tokenizer of exactly `vocab_size` ids (256 bytes and the specials included) on counted chunks;
     with `longest_match`, a LongestMatchTokenizer of the same vocabulary.
 
-    The merges are those of `learn_merges_by_hand`. Nothing but the counts decides, so neither the order of the
-    chunks nor the number of processes counting them matters. `pattern` and `nfc` are what `count_chunks` was
+    The merges are those of `learn_merges_by_hand`. Nothing but the counts decides, so neither the order of
+    the chunks nor the number of processes counting them matters. `pattern` and `nfc` are what `count_chunks` was
     given, only recorded here. If the text runs out of pairs, the vocabulary is smaller and a line on stderr
     says so. ValueError if vocab_size is too small.
     """
@@ -257,7 +257,7 @@ class Tokenizer:
 
 
 class LongestMatchTokenizer(Tokenizer):
-    """Silia's way to encode ("maximal munch"): `longest_match_by_hand`, with a trie and a cache of known words.
+    """Silia's way to encode ("maximal munch"): `longest_match_by_hand`, by a trie and a cache of words.
 
     How the vocabulary was learned plays no part: with "th" in it but not "the", "the" is th|e; BPE makes it
     t|he if "he" was learned first. In tokenizer.json, it is a WordPiece model without a prefix.
@@ -331,8 +331,8 @@ OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind 
 
 
 def clean_segments(text, nfc):
-    """Yield text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked, and
-    whole but for cuts inside overlong white space."""
+    """Yield text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked,
+    and whole but for cuts inside overlong white space."""
     text, start = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), 0
     text = unicodedata.normalize("NFC", text) if nfc else text
     for run in OVERLONG.finditer(text) if len(text) > LONGEST_SPACE else ():

@@ -19,8 +19,10 @@ def load_tokenizer(path):
 
 
 def tokenizer_from_json(json_text):
-    """The text of a tokenizer.json -> Tokenizer, or LongestMatchTokenizer if its model is WordPiece. What could not be
-    encoded with the same ids is refused."""
+    """The text of a tokenizer.json -> Tokenizer, or LongestMatchTokenizer if its model is WordPiece.
+
+    What could not be encoded with the same ids is refused.
+    """
     try:
         file = json.loads(json_text)
         return _build(file, file["model"])

@@ -157,7 +157,7 @@ def prepare_decoding(model, compiled=False):
 
 
 def open_model(path, device, dtype):
-    """A checkpoint, the newest if path is None -> (its path, its model in eval mode on the device, tokenizer)."""
+    """A checkpoint, the newest if path is None -> (its path, its model in eval mode, its tokenizer)."""
     from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 
     device, dtype = choose_device(device, dtype)

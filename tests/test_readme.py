@@ -73,7 +73,7 @@ def test_every_command_runs(workplace):
 
 def test_every_file_of_the_tree_is_named():
     scripts = ("model.py", "tokenizer.py", "prepare.py", "storybook.py", "train.py", "sample.py")
-    others = [path.name for folder in ("config", "extras") for path in ROOT.glob(f"{folder}/*.py")]
+    others = [path.name for folder in ("config", "extras", "support") for path in ROOT.glob(f"{folder}/*.py")]
     for name in (*scripts, *others):
         assert name == "__init__.py" or name in README, name
 
