@@ -70,7 +70,7 @@ def documents(text, delimiter=END):
 # The split: which documents are for validation?
 #
 # Not every hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its
-# side whatever the corpus gains or loses, and its copies go with it. None is both trained on and validated on.
+# side whatever the corpus gains or loses, and its copies go with it: none is trained on and validated on.
 
 HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
 

@@ -1,5 +1,5 @@
-"""What prepare.py needs for text of any size: files -> documents in bounded memory, worker processes, a folder
-that is whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
+"""Text of any size for prepare.py: files -> documents in bounded memory, worker processes, a folder that is
+whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
 
 import contextlib
 import hashlib
@@ -241,7 +241,7 @@ def download(url, path, size=None):
     """Download a URL to a file, called PATH.part until it is whole, unless the file is there.
 
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
-    which one the part is of). ValueError if it fails TRIES times in a row, or has not `size` bytes in the end.
+    which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(f"{path}.part")

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from functools import partial
@@ -97,7 +98,8 @@ def test_meta_and_files_say_what_is_there():
         assert meta[split] == {"documents": len(texts), "tokens": len(ids_of("mine", split)),
                                "bytes": sum(len(text.encode()) for text in texts)}
     assert set(os.listdir("data")) == {"mine"} and len(os.listdir("data/mine")) == 4
-    assert tokenizer_to_json(bpe.train_bpe(bpe.count_chunks(documents), 300)) == tokenizer_to_json(tokenizer)   # not from val
+    not_from_val = bpe.train_bpe(bpe.count_chunks(documents), 300)
+    assert tokenizer_to_json(not_from_val) == tokenizer_to_json(tokenizer)
 
 
 def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
@@ -133,6 +135,29 @@ def test_blocks_do_not_show(monkeypatch):
         for block in (1, 2, 3, 9):
             monkeypatch.setattr(corpus, "BLOCK", block)
             assert stream("in.txt", "aa") == [(d, True) for d in found]
+
+
+def test_the_stream_of_documents_keeps_to_the_definition(monkeypatch):
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "\ufeff" * rng.randrange(2) + "".join(rng.choices("a\n\r -🙂\ufeff", k=rng.randrange(40)))
+        Path("in.txt").write_bytes(text.encode())
+        for delimiter in ("-", "--", "\n-\n", "\n\n"):
+            monkeypatch.setattr(corpus, "BLOCK", rng.randrange(1, 9))
+            assert stream("in.txt", delimiter) == [(d, True) for d in prepare.documents(text, delimiter)]
+
+
+def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch):
+    """That program, copied out of the docstring, against the one that reads a stream with two workers."""
+    text = "\n<|endoftext|>\n".join(make_documents(1500))
+    Path("in.txt").write_text(text, encoding="utf-8")
+    for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 300)):
+        monkeypatch.setattr(corpus, constant, value)
+    go("--name", "x", "--input", "in.txt", "--vocab_size", 400, "--workers", 2)
+    program = prepare.__doc__.partition("whole program:\n\n")[2].partition("\n\n")[0]
+    exec(textwrap.dedent(program), vars(bpe) | vars(prepare) | {"text": text, "vocab_size": 400})
+    for split in ("train", "val"):
+        assert Path(f"{split}.bin").read_bytes() == contents("x")[f"{split}.bin"]
 
 
 @pytest.mark.parametrize("pattern", [bpe.GPT4_PATTERN, bpe.GPT2_PATTERN])
@@ -325,7 +350,8 @@ def test_munch_has_the_vocabulary_of_bpe_and_silias_specials(monkeypatch):
     assert contents("munch") == contents("two") == contents("given")
     assert decoded("munch", "train") == documents and decoded("munch", "val") == held_out
     munch, other = (load_tokenizer(f"data/{name}/tokenizer.json") for name in ("munch", "bpe"))
-    assert type(munch) is bpe.LongestMatchTokenizer and type(other) is bpe.Tokenizer and munch.vocab == other.vocab
+    assert type(munch) is bpe.LongestMatchTokenizer and type(other) is bpe.Tokenizer
+    assert munch.vocab == other.vocab
     assert munch.specials == {"<|end-text|>": 398, "<|actor|>": 399}
     assert json.loads(Path("data/munch/meta.json").read_text("utf-8"))["end_of_text"] == 398
     ids = ids_of("munch", "train").tolist()
