@@ -454,8 +454,8 @@ class CrossLayerAttention(Attention):
 
 class HydraAttention(nn.Module):
     """Hydra latent attention (Silia v2): two kinds of heads, alternating. q, k, v of all heads come from one
-    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight. R is the rotation; W_out
-    joins the heads.
+    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight. R is the rotation;
+    W_out joins the heads.
 
         even heads, "XLA": softmax attention, gated (arXiv:2505.06708) and exclusive (arXiv:2603.09078)
               a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s

@@ -14,7 +14,6 @@ Ids of a tokenizer trained here: the bytes 0..255, the merges in the order they 
 tokens.
 """
 
-import argparse
 import codecs
 import heapq
 import os
@@ -30,6 +29,7 @@ from tqdm import tqdm
 
 from support import need
 from support.runtime import run_main
+from support.settings import CommandLine
 
 # Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
 # (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
@@ -126,9 +126,9 @@ def train_bpe(chunks, vocab_size, specials=SPECIALS, nfc=False, pattern=GPT4_PAT
     with `longest_match`, a LongestMatchTokenizer of the same vocabulary.
 
     The merges are those of `learn_merges_by_hand`. Nothing but the counts decides, so neither the order of
-    the chunks nor the number of processes counting them matters. `pattern` and `nfc` are what `count_chunks` was
-    given, only recorded here. If the text runs out of pairs, the vocabulary is smaller and a line on stderr
-    says so. ValueError if vocab_size is too small.
+    the chunks nor the number of processes counting them matters. `pattern` and `nfc` are what `count_chunks`
+    was given, only recorded here. If the text runs out of pairs, the vocabulary is smaller and a line on
+    stderr says so. ValueError if vocab_size is too small.
     """
     wanted = vocab_size - 256 - len(specials)
     need(wanted >= 0, f"vocab_size must be at least {256 + len(specials)}: bytes and special tokens.")
@@ -331,8 +331,8 @@ OVERLONG = re.compile(r"\s(?<!\s\s)\s{%d,}" % LONGEST_SPACE)  # the look-behind 
 
 
 def clean_segments(text, nfc):
-    """Yield text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if asked,
-    and whole but for cuts inside overlong white space."""
+    """Yield text as tiktoken can take it: valid UTF-8 (half a surrogate pair becomes U+FFFD), in NFC if
+    asked, and whole but for cuts inside overlong white space."""
     text, start = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), 0
     text = unicodedata.normalize("NFC", text) if nfc else text
     for run in OVERLONG.finditer(text) if len(text) > LONGEST_SPACE else ():
@@ -358,10 +358,9 @@ def show(tokenizer, text):
 
 
 def read_and_show():
-    parser = argparse.ArgumentParser(description="Show how a tokenizer cuts a text into tokens.")
+    parser = CommandLine(description="Show how a tokenizer cuts a text into tokens.")
     parser.add_argument("tokenizer", help="a tokenizer.json")
     parser.add_argument("text")
-    parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args()
     from support.hf_tokenizer import load_tokenizer  # which needs this file first
 

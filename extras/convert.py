@@ -359,7 +359,8 @@ def main():
     if args.direction == "import":
         import_folder(args.source, args.target, args.tokenizer)
     else:
-        need(not args.tokenizer, "--tokenizer is for import: an exported folder has the checkpoint's tokenizer.")
+        need(not args.tokenizer,
+             "--tokenizer is for import: an exported folder has the checkpoint's tokenizer.")
         export_folder(args.source, args.target)
 
 

@@ -104,7 +104,8 @@ def tokenizer_to_json(tokenizer):
     else:
         model = {"type": "BPE", "vocab": vocab, "merges": tokenizer.merges}
     plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated",
+             "invert": False}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     file = {"version": "1.0", "truncation": None, "padding": None,
             "added_tokens": [{"id": i, "content": s, **flags} for s, i in by_id(tokenizer.specials).items()],

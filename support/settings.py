@@ -4,9 +4,9 @@ Settings: the fields of dataclasses, filled by a file of plain assignments and t
     python train.py config/nano.py --lr=1e-3 --max_steps 500 --gate=false --resume
 
 `read_settings` is all that train.py needs. A name that no dataclass has is an error that suggests the nearest
-one, in the file as on the command line; values are checked against the field's type. `--help` reads the meaning
-of each field from the comment behind it, so that it is written once, where the field is. The scripts with a few
-options of their own use `CommandLine`.
+one, in the file as on the command line; values are checked against the field's type. `--help` reads the
+meaning of each field from the comment behind it, so that it is written once, where the field is. The scripts
+with a few options of their own use `CommandLine`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 
 
 class CommandLine(argparse.ArgumentParser):
-    """argparse without abbreviations, and with ValueError for a mistake: `run_main` makes a sentence of it."""
+    """argparse without abbreviations; a mistake is a ValueError, of which `run_main` makes a sentence."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
@@ -115,7 +115,7 @@ def check_type(name, kind, value):
 
 
 def read_config_file(path, known):
-    """Read the assignments `name = value` of a config file. Values are literals; nothing in it is executed."""
+    """Read the assignments `name = value` of a config file. Values are literals; nothing is executed."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
