@@ -5,6 +5,16 @@
 data = "tinystories"  # python prepare.py
 vocab_size = 32000
 context = 512
+n_layer = 6
+d_model = 256
+n_head = 8
+d_ff = 512
+
+position = "spiral"
+alpha = 0.05
+mixer = "gated_spiral"
+ffn = "butterfly"
+norm = "rms"
 
 max_steps = 20000
 batch_size = 32  # 32 x 512 = 16,384 tokens a step, 328 million in all: most of an epoch

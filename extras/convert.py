@@ -76,7 +76,7 @@ LAYOUTS = {
          "n_head": ("num_attention_heads", 8), "d_ff": ("intermediate_size", 512),
          "rope_base": ("rope_theta", 10000.0), "alpha": ("spiral_alpha", 0.05),
          "gate": ("use_attention_gate", True), "gate_after_rotary": ("gate_pre_rope", True),
-         "norm_eps": ("rms_norm_eps", 1e-6)},
+         "norm_eps": ("rms_norm_eps", 1e-6), "tie_embeddings": ("tie_word_embeddings", True)},
         "truncated_normal", "lm_head.weight", "model.layers.#.",
         {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
          "norm_1.weight": "input_layernorm.weight", "norm_2.weight": "post_attention_layernorm.weight",
@@ -85,7 +85,7 @@ LAYOUTS = {
          "mixer.gate.2.weight": "self_attn.gate_fc2.weight", "mixer.gate.2.bias": "self_attn.gate_fc2.bias",
          "mixer.out.weight": "self_attn.o_proj.weight",
          "ffn.up.weight": "mlp.up_proj.weight mlp.bypass_proj.weight",
-         "ffn.down.weight": "mlp.down_proj.weight"}),
+         "ffn.down.weight": "mlp.down_proj.weight", "head.weight": "lm_head.weight"}),
     "wiola": Layout(
         {"position": "helix", "mixer": "cross_layer", "ffn": "dual_stream", "norm": "offset_rms",
          "block": "prenorm", "embedding_norm": False},
@@ -139,7 +139,9 @@ def find_layout(config):
 def read_config(layout, config):
     """A published config -> ModelConfig, or ValueError."""
     for key, wanted in (("tie_word_embeddings", True), ("norm_after_concat", False)):
-        need(config.get(key, wanted) is wanted, f"{key}={config.get(key)} is not what these models have.")
+        known = any(key == theirs for theirs, _ in layout.keys.values())  # only Nano has a head of its own
+        need(known or config.get(key, wanted) is wanted,
+             f"{key}={config.get(key)} is not what these models have.")
     kinds = {field.name: field.type for field in fields(ModelConfig)}
     given = layout.parts | {"init": layout.init}
     for ours, (theirs, default) in layout.keys.items():
@@ -186,16 +188,11 @@ def load_reference(config, tensors):
         parts = [tensors[theirs].detach().to("cpu", torch.float32) for theirs in parts]
         state[ours] = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
     embedding = state["embedding.weight"]
-    need(torch.equal(tensors.get(layout.head, embedding).to(embedding), embedding),
+    head = tensors.get(layout.head, embedding).to(embedding)
+    need(not model_config.tie_embeddings or torch.equal(head, embedding),
          f"the head, {layout.head}, is not tied to the embedding, as it is here.")
     model.load_state_dict(state, assign=True)
     return model.eval()
-
-
-def explicit(config):
-    """The fields of a ModelConfig, with what a 0 stands for in its place."""
-    return asdict(config) | {"n_kv_head": config.n_kv_head, "d_head": config.d_head,
-                             "d_narrow": config.d_narrow}
 
 
 def to_reference(model):
@@ -207,12 +204,12 @@ def to_reference(model):
     layout = next((layout for layout in LAYOUTS.values()
                    if all(getattr(config, field) == part for field, part in layout.parts.items())), None)
     need(layout, "this mix of parts has no published layout.")
-    published, here = {}, explicit(config)
+    published, here = {}, asdict(config)
     for ours, (theirs, _) in layout.keys.items():
         there = {x: key for key, x in OTHERWISE.get(ours, {}).items()}
         published[theirs] = there.get(here[ours], here[ours])
-    back = explicit(read_config(layout, published))
-    for field in (*layout.keys, "n_kv_head", "d_head"):
+    back = asdict(read_config(layout, published))
+    for field in (*layout.keys, "n_kv_head", "d_head", "tie_embeddings"):
         need(back[field] == here[field], f"the published layout cannot say {field}={here[field]}.")
     tensors = {theirs: x for _, parts in layout.pieces(model) for theirs, x in parts.items()}
     return published, tensors

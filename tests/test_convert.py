@@ -164,8 +164,22 @@ def test_a_head_is_accepted_only_if_it_is_the_embedding(family, head):
     load_reference(config, weights | {head: embedding.clone()})
     with pytest.raises(ValueError, match=head):
         load_reference(config, weights | {head: embedding + 1e-3})
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
+    with pytest.raises(ValueError, match="missing: lm_head" if family == "nano" else "tie_word_embeddings"):
         load_reference(config | {"tie_word_embeddings": False}, weights)
+
+
+def test_nanos_head_may_have_a_matrix_of_its_own():
+    _, config, weights = golden("nano")
+    embedding = weights["model.embed_tokens.weight"]
+    untied = config | {"tie_word_embeddings": False}
+    model = load_reference(untied, weights | {"lm_head.weight": -2 * embedding})
+    tied, x = load_reference(config, weights), torch.arange(12).view(1, 12)
+    assert torch.allclose(model(x)[0], -2 * tied(x)[0], atol=1e-4)
+    published, tensors = to_reference(model)
+    assert published["tie_word_embeddings"] is False
+    assert torch.equal(tensors["lm_head.weight"], -2 * embedding)
+    with pytest.raises(ValueError, match="tie_embeddings=False"):
+        to_reference(make(HELIX | {"tie_embeddings": False}))
 
 
 @pytest.mark.parametrize("config, sentence", [
@@ -202,7 +216,7 @@ def test_the_defaults_are_those_of_the_recipes(layout, name, changes):
     """A config.json may leave out what is at its default; and so training can go on from an import."""
     layout = convert.LAYOUTS[layout]
     recipe = settings.read_settings([str(ROOT / "config" / f"{name}.py")], TrainConfig, ModelConfig)[1][1]
-    assert convert.explicit(convert.read_config(layout, {})) == convert.explicit(recipe) | changes
+    assert asdict(convert.read_config(layout, {})) == asdict(recipe) | changes
 
 
 def test_lookback_0_means_all_layers_there_and_none_here():
@@ -274,7 +288,7 @@ def save(model, path, tokenizer=None):
 
 def effective(config):
     """A config without what has no effect, or had it only in the beginning."""
-    return convert.explicit(config) | {"lookback": LanguageModel(config).lookback, "init": "", "embedding_std": 0.02}
+    return asdict(config) | {"lookback": LanguageModel(config).lookback, "init": "", "embedding_std": 0.02}
 
 
 @pytest.mark.parametrize("name", MODELS)
