@@ -33,6 +33,9 @@ So a layer asks its `past` for one of two things, and is written once, for train
 `NoCache` answers as if nothing came before (training); `Cache` remembers (decoding). A sequence may be fed in
 chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
+"Why" in a docstring is what the authors expected; "in our ablation" is what we measured at small size, with
+three seeds (README.md, extras/ablate.py).
+
 Map:  ModelConfig | rotary positions: plain, spiral, helix | attention | the cache | norms |
       mixers: plain, Nano's, helix's, Silia's | feed-forwards | blocks | token merging |
       the table of parts | LanguageModel | generation
@@ -123,7 +126,10 @@ def apply_rotary(x, cos, sin):
 
 
 def rotary_frequencies(config, position):
-    """Radians per token of each pair i = 0 .. D/2 - 1: base^(-2i/D), from 1 down. -> (D/2,)"""
+    """Radians per token of each pair i = 0 .. D/2 - 1: base^(-2i/D), from 1 down. -> (D/2,)
+
+    position says in which dtype and on which device.
+    """
     half = config.d_head // 2
     i = torch.arange(half, dtype=position.dtype, device=position.device)
     return config.rope_base ** (-i / half)
@@ -154,8 +160,10 @@ def spiral_rotary(config, position):
 
 
 def mirrored_rotary(config, position):
-    """The spiral turned the other way; with alpha = 0, Silia's rotary. That is the same as swapping the two
-    halves of every query and key, so only trained weights can tell which way is meant."""
+    """The spiral turned the other way (-sin for sin); with alpha = 0, Silia's rotary.
+
+    A model trained from scratch does not care: to swap the halves of all queries and keys has the same effect.
+    """
     cos, sin = spiral_rotary(config, position)
     return cos, -sin
 
@@ -271,7 +279,7 @@ class Cache:
         self.tokens = None  # (B, length): their ids, so that a full cache can be refilled
         self.rows = {}  # name -> (B, K, capacity, D)
         self.sums = {}  # name -> (B, 1, ...)
-        self.new_sums = {}  # those of the pass under way: if it fails halfway, it can be repeated
+        self.new_sums = {}  # of the pass under way: should it fail and be repeated, nothing is added twice
 
     def append(self, name, x):
         """Keep the rows x (B, K, T, D); return all rows so far, (B, K, length + T, D)."""
@@ -436,7 +444,8 @@ class CrossLayerAttention(Attention):
     def attend_to_summaries(self, q, summaries):
         """q (B, H, T, D), rotated; L summaries (B, T, C) -> (B, H, T, D): a token reads its own L vectors."""
         s = torch.stack(summaries, dim=2).type_as(q)  # (B, T, L, C)
-        k, v = self.kv_summary(s).unflatten(-1, (2, -1, self.d_head)).unbind(3)  # 2 x (B, T, L, K, D)
+        kv = self.kv_summary(s).unflatten(-1, (2, -1, self.d_head))  # (B, T, L, 2*K*D) -> (B, T, L, 2, K, D)
+        k, v = kv.unbind(3)  # 2 x (B, T, L, K, D)
         q = q.unflatten(1, (k.size(3), -1))  # (B, H, T, D) -> (B, K, G, T, D)
         scores = torch.einsum("bkgtd,btlkd->bkgtl", q, k) / self.d_head**0.5
         weights = at_least_float32(scores).softmax(dim=-1).type_as(v)
@@ -454,8 +463,8 @@ class CrossLayerAttention(Attention):
 
 class HydraAttention(nn.Module):
     """Hydra latent attention (Silia v2): two kinds of heads, alternating. q, k, v of all heads come from one
-    latent vector of width C, W_qkv W_latent n(x), where n is the norm without weight. R is the rotation;
-    W_out joins the heads.
+    latent vector of width C, W_qkv W_latent n(x), where n is the RMS norm without weight. R is the rotary
+    rotation, for the even heads only: a sum has no order. W_out joins the heads.
 
         even heads, "XLA": softmax attention, gated (arXiv:2505.06708) and exclusive (arXiv:2603.09078)
               a_t = sigmoid(W_gate n(x) + b) * sum over s <= t of softmax_s(n(R q_t) . n(R k_s) / sqrt(D)) v_s
@@ -465,8 +474,8 @@ class HydraAttention(nn.Module):
 
     Why exclusive: a head's output tends to point along the token's own value, which the residual stream
     carries anyway; what is left is what the other tokens say. Why attention-free: the odd heads keep two
-    sums, a state of fixed size, however long the text is. No coordinate of n(k) is above sqrt(D), so exp
-    cannot overflow. (The model card does not spell out XLA.)
+    sums, a state of fixed size, however long the text is. The squares of n(k) add up to D,
+    so no coordinate is above sqrt(D) and exp cannot overflow. (The model card does not spell out XLA.)
 
     Unlike other mixers this one norms its input itself, and it can change the width, from d_in to d_out.
     """
@@ -485,11 +494,11 @@ class HydraAttention(nn.Module):
     def forward(self, x, rotary, past, summaries=()):
         h = unit_rms(x)
         qkv = self.qkv(self.latent(h)).unflatten(-1, (-1, 3, self.d_head))  # (B, T, 3*H*D) -> (B, T, H, 3, D)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # (3, B, H, T, D), one by one
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # 3 x (B, H, T, D)
         gate = split_heads(self.gate(h).sigmoid(), self.d_head)  # (B, T, H/2*D) -> (B, H/2, T, D)
         even = self.softmax_heads(q[:, 0::2], k[:, 0::2], v[:, 0::2], gate, rotary, past)  # (B, H/2, T, D)
         odd = self.sum_heads(q[:, 1::2], k[:, 1::2], v[:, 1::2], past)
-        heads = torch.stack([even, odd], dim=2).flatten(1, 2)  # in turn again: (B, H, T, D)
+        heads = torch.stack([even, odd], dim=2).flatten(1, 2)  # alternating again: (B, H, T, D)
         return self.out(join_heads(heads))
 
     def softmax_heads(self, q, k, v, gate, rotary, past):
@@ -602,7 +611,7 @@ class PreNormBlock(nn.Module):
 class SiliaBlock(nn.Module):
     """x = x + Unit_2(u * SiLU(v)), with [u; v] = Unit_1(x): attention inside the SwiGLU (Silia v2).
 
-    Why is not said; as we read it, a tiny model saves a layer by one unit that mixes tokens and coordinates.
+    The card does not say why. As we read it, a tiny model should not pay for two kinds of layers.
     """
 
     def __init__(self, config, layer):
@@ -619,8 +628,8 @@ class SiliaBlock(nn.Module):
 # ----------------------------------------------------------------------------------------------------------
 # Token merging, "ATM" (helix paper 8). In training, two neighbours that are nearly the same go through the
 # mixer of a middle layer as one vector, their average, and both get its output. (The feed-forward still sees
-# them all.) Why: fewer tokens, less work. But so the first of a pair sees the second, the very token that it
-# is to predict. The published method has this leak; here it is off unless a config asks for it.
+# them all.) Why: fewer tokens, less work. But then the first of a pair sees the second, the very token that
+# it is to predict. The published method has this leak; here it is off unless a config asks for it.
 
 
 def greedy_pairs(x, threshold):
@@ -628,7 +637,9 @@ def greedy_pairs(x, threshold):
 
     The greedy scan of Algorithm 4 goes from left to right and pairs similar tokens not yet paired. In a run
     of similar neighbours these are the first two, the next two, ...: a token's offset from the start of its
-    run decides, and the start is a running maximum. No loop over tokens.
+    run decides, and the start is a running maximum. No loop over tokens. With B = 1, for example,
+
+        similar = [0 1 1 0 1]  ->  start = [0 0 0 3 3], t - start = [0 1 2 0 1], second = [0 1 0 0 1]
     """
     x = at_least_float32(x)
     dot = torch.linalg.vecdot(x[:, 1:], x[:, :-1])  # (B, T - 1)
@@ -649,14 +660,15 @@ def mix_merged(mixer, second, x, rotary, past, summaries):
     """The mixer on pairs merged into one; second (B, T) is True for a token that joins the one before it.
 
     Merged tokens are numbered anew from 0, so they are rotated by smaller angles than at inference. A pair
-    has the summaries of its last token. Sequences that merge more are padded at the end, with vectors that no
-    token sees (attention is causal) and that are not copied back. With B = 1, for example,
+    has the summaries of its last token. Sequences that merge more are padded at the end, with some of their
+    second tokens, which no token sees (attention is causal) and which are not copied back. For example,
 
         second = [0 1 0 0 1]  ->  M = 3, first = [0 2 3], last = [1 2 4], group = [0 0 1 2 2]
     """
     M = int((~second).sum(dim=1).max())
     first = second.int().argsort(dim=1, stable=True)[:, :M]  # (B, M): a pair's first token, or the only one
-    last = first + second.roll(-1, 1).gather(1, first)  # (B, M): the next token, if that one joins it
+    joined = second.roll(-1, 1)  # (B, T): does the next token join this one? second[:, 0], False, comes last
+    last = first + joined.gather(1, first)  # (B, M): of each pair its last token
     merged = (take(x, first) + take(x, last)) / 2
     summaries = [take(summary, last) for summary in summaries]
     mixed = mixer(merged, [table[:M] for table in rotary], past, summaries)
@@ -751,7 +763,8 @@ def chunked_cross_entropy(x, weight, targets):
     """The mean cross-entropy of logits x W^T, 1,024 tokens at a time: never all logits at once.
 
     x (B, T, C), weight (V, C), targets (B, T), -100 is ignored -> a number. The same as forming the logits,
-    in much less memory: with V = 32,000 they are the largest tensor of a training step.
+    in much less memory: with V = 32,000 they are the largest tensor of a training step. "accurate" adds up in
+    float32. (F.linear_cross_entropy is new in PyTorch 2.13.)
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):  # it has no rule of its own for this function
@@ -762,7 +775,7 @@ def chunked_cross_entropy(x, weight, targets):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, norm, and a head tied to the embedding: logits = Norm(x) E^T (Nano paper III.E)."""
+    """Embedding, blocks, norm, head: logits = Norm(x) E^T, where E is the embedding, if tied (Nano III.E)."""
 
     def __init__(self, config):
         super().__init__()
@@ -781,7 +794,8 @@ class LanguageModel(nn.Module):
         self.apply(self.init_weights)
 
     def init_weights(self, module):
-        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0. Not Silia."""
+        """As published: a normal of deviation 0.02, for Nano cut at two deviations; biases 0. Silia's
+        weights stay as PyTorch makes them (init="pytorch")."""
         fill = PARTS["init"][self.config.init]
         if fill is None:
             return

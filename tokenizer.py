@@ -31,9 +31,11 @@ from support import need
 from support.runtime import run_main
 from support.settings import CommandLine
 
-# Where text is cut before merging; no token crosses a cut. GPT-4's pattern, with contractions spelt out: with
+# Where text is cut before merging; no token crosses a cut. In turn: the end of a contraction; a word, with one
+# character before it that is no letter; up to three digits; other marks, with a space before and line breaks
+# behind; line breaks; white space, but for the last before a word. GPT-4's pattern, with contractions spelt out: with
 # (?i:) an 's matches the long s (U+017F) too, where engines may differ. It avoids $ and {1,3}+, which Hugging
-# Face's engine reads otherwise. One thing stays: Python's `regex`, used in training and in MaximalMunch, may
+# Face's engine reads otherwise. One thing stays: Python's `regex`, used in training and for longest match, may
 # know a newer Unicode and take for a letter what the others do not.
 GPT4_PATTERN = (r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -155,7 +157,10 @@ def learn_merges(chunks, wanted, progress):
     in encoding. All chunks lie in one flat row, BORDER between them, and `at` has a token's id at its first
     and its last byte: both its neighbours are one look away. And the most frequent pair is on top of a heap:
     counts of old pairs only fall, so an entry promises the truth or too much, and is corrected when it
-    surfaces. Counts are Python integers and cannot overflow.
+    surfaces. Counts are Python integers and cannot overflow. For example, the chunk "abab" and its first merge:
+
+        at     [BORDER  a  b  a  b  BORDER]    where[a, b] = [1, 3], where[b, a] = [2]
+        at     [BORDER ab ab ab ab  BORDER]    each ab at its first and last byte; where[ab, ab] = [1]
     """
     BORDER, INSIDE = -1, -2
     at, weight = [BORDER], [0]
@@ -224,7 +229,9 @@ class Tokenizer:
         """Bytes -> id of each token, the pattern of a chunk -> a function from text to ids.
 
         tiktoken knows no merges: it joins, again and again, the neighbours that spell the token of the
-        smallest id. Ids rise in merging order, so these are the merges in their order: `encode_by_hand`.
+        smallest id. Ids rise in merging order, so these are the merges in their order, `encode_by_hand`, if
+        only a token's own two parts can come to spell it. In training that is so: when a token was made, its
+        parts stood side by side, so no earlier merge joins anything across the seam between them.
         """
         return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={}).encode_ordinary

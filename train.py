@@ -172,7 +172,8 @@ def learning_rate(step, config):
 def make_optimizers(model, config):
     """Return {name: optimizer}: AdamW, and with optimizer="muon" also Muon, for the matrices of the blocks.
 
-    Weight decay is on matrices and embeddings only. The tied matrix is one of them, once. Muon's steps are
+    Weight decay is on matrices and embeddings only. The tied matrix is one of them, once. Muon (K. Jordan and
+    others, 2024) makes the momentum of a matrix nearly orthogonal before it takes it as the step; its steps are
     scaled to the size of AdamW's, so that one learning rate serves both.
     """
     muon = []
@@ -210,7 +211,7 @@ def clip_and_step(model, optimizers, scaler, max_norm):
     for optimizer in optimizers.values():
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
-    if math.isfinite(norm):  # all optimizers step, or none: the scaler would look at the gradients of each
+    if math.isfinite(norm):  # all optimizers step, or none: left alone, the scaler decides for each by itself
         for optimizer in optimizers.values():
             scaler.step(optimizer)
     scaler.update()
