@@ -162,7 +162,7 @@ def spiral_rotary(config, position):
 def mirrored_rotary(config, position):
     """The spiral turned the other way (-sin for sin); with alpha = 0, Silia's rotary.
 
-    A model trained from scratch does not care: to swap the halves of all queries and keys has the same effect.
+    A model trained from scratch does not care: swapping the halves of queries and keys has the same effect.
     """
     cos, sin = spiral_rotary(config, position)
     return cos, -sin

@@ -173,8 +173,8 @@ def make_optimizers(model, config):
     """Return {name: optimizer}: AdamW, and with optimizer="muon" also Muon, for the matrices of the blocks.
 
     Weight decay is on matrices and embeddings only. The tied matrix is one of them, once. Muon (K. Jordan and
-    others, 2024) makes the momentum of a matrix nearly orthogonal before it takes it as the step; its steps are
-    scaled to the size of AdamW's, so that one learning rate serves both.
+    others, 2024) makes the momentum of a matrix nearly orthogonal before it takes it as the step; its steps
+    are scaled to the size of AdamW's, so that one learning rate serves both.
     """
     muon = []
     if config.optimizer == "muon":
