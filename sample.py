@@ -115,8 +115,8 @@ def chat(model, tokenizer, options):
             return results
         unread += tokenizer.encode("\n") if results else []
         unread += encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
-        results.append(generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options))
-        answer, _ = results[-1]
+        answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options)
+        results.append((answer, seconds))
         unread = answer[-1:]  # drawn, but not read yet
         if unread != [end]:  # cut off: the turn ends all the same
             unread.append(end)
@@ -125,6 +125,7 @@ def chat(model, tokenizer, options):
 def run():
     args = parse_arguments()
     prompt = "" if args.chat else read_prompt(args)
+
     import torch
 
     path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype)

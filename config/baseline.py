@@ -2,10 +2,16 @@
 data = "tinystories"  # python prepare.py
 vocab_size = 32000
 context = 512
-alpha = 0.0  # standard rotary positions
+n_layer = 6
+d_model = 256
+n_head = 8
+d_ff = 683  # 3 C F parameters, 256 a layer more than the butterfly's 4 C F with F = 512
+
+position = "spiral"
+alpha = 0.0  # no spiral: standard rotary positions
 mixer = "attention"  # no gate: 328 parameters a layer less
 ffn = "swiglu"
-d_ff = 683  # 3 C F parameters, 256 a layer more than the butterfly's 4 C F with F = 512
+norm = "rms"
 
 max_steps = 20000
 batch_size = 32

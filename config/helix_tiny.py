@@ -6,12 +6,14 @@ n_layer = 3
 d_model = 128
 n_head = 8
 n_kv_head = 4
-d_ff = 256
+d_ff = 256  # the wide stream; the narrow one has a fourth
 
 position = "helix"
 mixer = "cross_layer"
+lookback = 2
 ffn = "dual_stream"
 norm = "offset_rms"
+token_merging = "off"
 init = "normal"
 embedding_std = 0.3  # see tiny.py; the loss begins near 38
 

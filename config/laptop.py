@@ -7,10 +7,16 @@ d_model = 192
 n_head = 6
 d_ff = 384
 
+position = "spiral"
+mixer = "gated_spiral"
+ffn = "butterfly"
+norm = "rms"
+
 max_steps = 4000
 batch_size = 16
 lr = 2e-3
 min_lr = 1e-4
 warmup = 0.05
+weight_decay = 0.1
 eval_every = 500
 eval_tokens = 100000

@@ -7,6 +7,11 @@ d_model = 384
 n_head = 12
 d_ff = 768
 
+position = "spiral"
+mixer = "gated_spiral"
+ffn = "butterfly"
+norm = "rms"
+
 max_steps = 20000
 batch_size = 32
 grad_accum = 4

@@ -23,6 +23,7 @@ batch_size = 32  # ours: 32,768 tokens a step, 655 million in all
 grad_accum = 4
 lr = 3e-3
 min_lr = 3e-4
+weight_decay = 0.1
 schedule = "cooldown"
 warmup = 0.05  # 1,000 steps
 cooldown = 0.45  # the last 9,000

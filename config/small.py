@@ -7,6 +7,11 @@ d_model = 512
 n_head = 16
 d_ff = 1024
 
+position = "spiral"
+mixer = "gated_spiral"
+ffn = "butterfly"
+norm = "rms"
+
 max_steps = 20000
 batch_size = 32
 grad_accum = 8

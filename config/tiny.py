@@ -6,9 +6,11 @@ n_layer = 3
 d_model = 128
 n_head = 8
 d_ff = 256
-position = "spiral"  # the parts of Wiola Nano
+
+position = "spiral"
 mixer = "gated_spiral"
 ffn = "butterfly"
+norm = "rms"
 
 # Names and colours are interchangeable in these stories. From a small start their embeddings grow into one
 # and the same vector before attention has learned to copy them, and then it does not: with the published

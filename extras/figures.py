@@ -4,7 +4,7 @@ Pictures for the classroom: one command, one PNG, in shades of grey.
     python extras/figures.py loss out/tiny out/helix_tiny    losses of runs, and the floor of their data
     python extras/figures.py rotary                          how pairs turn: plain, spiral and helix positions
     python extras/figures.py gates                           the gate of every head at every token of a story
-    python extras/figures.py attention                       what one head reads to tell the next token
+    python extras/figures.py attention                       what one head reads to predict the next token
     python extras/figures.py merges --merge_threshold 0.3    which tokens are merged in training
     python extras/figures.py pieces --text "A thunderstorm"  how a text is cut, as the tokenizer learns
 
@@ -113,7 +113,7 @@ def merges(model, idx):
     """Token ids idx (1, T) -> {layer: (T,), True where a token merges with the one before it}."""
     found = {}
     for layer, block in enumerate(model.blocks):
-        if getattr(block, "find_pairs", None):
+        if block.find_pairs:
             def find_pairs(x, threshold, layer=layer):
                 found[layer] = greedy_pairs(x, threshold)
                 return found[layer]
@@ -227,7 +227,7 @@ def draw_loss(plt, args):
 
 def draw_rotary(plt, args):
     kinds = {"plain": ModelConfig(alpha=0.0), "spiral": ModelConfig(), "helix": ModelConfig(position="helix")}
-    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().d_head // 2
+    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().head_width // 2
     figure, axes = plt.subplot_mosaic([["angle", "speed"], ["radius", "radius"]], figsize=(8, 6),
                                       layout="constrained")
     for i, (name, (angle, _)) in enumerate(found.items()):
@@ -304,15 +304,15 @@ def draw_attention(plt, args):
     idx = torch.tensor([ids])
     weights = attention(model, idx)[:, :, -1]  # (layers, H, T): those of the last token
     chances = model(idx, last_only=True)[0][0, -1].softmax(dim=-1)
-    told = int(chances.argmax())
-    before = weights[:, :, idx[0] == told].sum(dim=-1)  # (layers, H): the share of its earlier mentions
-    (layers, H), name = before.shape, spell(tokenizer, [told])[0].strip()
+    predicted = int(chances.argmax())
+    before = weights[:, :, idx[0] == predicted].sum(dim=-1)  # (layers, H): the share of its earlier mentions
+    (layers, H), name = before.shape, spell(tokenizer, [predicted])[0].strip()
     layer, head = args.head or divmod(int(before.argmax()), H)
     need(0 <= layer < layers and 0 <= head < H,
          f"there is no such head: it is {layers} layers of {H} heads, counted from 0.")
     page, w = Page(plt), weights[layer, head]
     page.say(f"What head {head} of layer {layer} reads at the end, to go on with “{name}” "
-             f"({chances[told]:.0%})")
+             f"({chances[predicted]:.0%})")
     page.show(spell(tokenizer, ids), w.tolist())
     page.say(f"White is 0%, black is 100% of its attention. Earlier “{name}”: {before[layer, head]:.0%}.",
              weight="normal")
@@ -381,7 +381,7 @@ OPTIONS = {
     "--checkpoint": dict(type=Path, help="default: the newest out/*/ckpt.pt"),
     "--text": dict(help="default: a story"),
     "--head": dict(type=int, nargs=2, metavar=("LAYER", "HEAD"), help="counted from 0; default: the one that "
-                   "reads most where the next token was told before"),
+                   "reads most where the next token stood before"),
     "--merge_threshold": dict(type=float, help="cosine above which neighbours merge; default: as trained"),
     "--out": dict(type=Path, help="default: the name of the picture, .png"),
 }

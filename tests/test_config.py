@@ -82,7 +82,8 @@ def test_a_flag_before_the_file_does_not_take_it_for_its_value(tmp_path):
     ("\napples = 'x'", "line 2: apples takes a value of type int"),
     ("apples = True", "type int"), ("ripe = 1", "type bool"), ("sugar = 1e999", "type float"),
     ("import os", "assignments"), ("apples = open('x')", "plain number"), ("a = b = 1", "assignments"),
-    ("apples =", "cannot read"), ("sugar = 1" + "0" * 400, "type float"), ("apples = [] + {}", "plain number"),
+    ("apples =", "cannot read"), ("sugar = 1" + "0" * 400, "type float"),
+    ("apples = [] + {}", "plain number"),
 ])
 def test_file_errors_name_the_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):

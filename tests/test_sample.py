@@ -255,3 +255,26 @@ def test_a_bug_keeps_its_traceback():
     for error in (RuntimeError("shapes"), KeyError("x")):
         with pytest.raises(type(error)):
             run_main(raises(error))
+
+
+def test_the_sink_stands_in_front_of_every_prompt_once(here, run):
+    write_checkpoint(Path("out/run/ckpt.pt"), sink_token="<|user|>")
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
+    ids = [tokenizer.specials["<|user|>"], *tokenizer.encode("The frog")]
+    expected = model(torch.tensor([ids]))[0][0, -1].argmax().item()
+    assert expected != model(torch.tensor([ids[1:]]))[0][0, -1].argmax().item()
+    for prompt in ("The frog", "<|user|>The frog"):
+        _, out, _ = run("--prompt", prompt, "--max_new_tokens=1", "--temperature=0", "--no_stop")
+        assert out == prompt + tokenizer.decode([expected]) + "\n"
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(here, run):
+    write_checkpoint(Path("out/run/ckpt.pt"), sink_token="<|nobody|>")
+    assert "lacks its model's sink_token '<|nobody|>'" in run("--prompt=The")[0]
+    write_checkpoint(Path("out/run/ckpt.pt"), vocab_size=299)
+    assert "more tokens than its model" in run("--prompt=The")[0]
+
+
+def test_options_are_not_abbreviated(here, run):
+    assert "unrecognized arguments: --temp=1" in run("--prompt=The", "--temp=1")[0]
