@@ -213,50 +213,78 @@ def check_01(my):
         })
 
 
+def slip_02(fits, base, s, D):
+    """The sentence for wrong tables of stretched rotary; fits(frequency, ...) says whether they turn so."""
+    half = D // 2
+    i = torch.arange(half, dtype=torch.float64)
+
+    def turns(base):
+        return base ** (-i / half)
+
+    def with_exponent(exponent):  # of s: the base of a slip
+        return s != 1 and fits(turns(base * s**exponent))
+
+    right, whole = turns(base * s ** (D / (D - 2))), s // 1
+    spiral = 1 + 0.3 * ((i + 1) / half).sqrt()
+    between = turns(base) * (1 + (1 / s - 1) * i / (half - 1))
+    exponent = "base * s to this power makes the slowest pair {:.4g} times as slow, not s = {:g} times."
+    return reason([
+        (s != 1 and fits(turns(base)), "it is plain rotary: nothing is stretched."),
+        (s != 1 and fits(turns(base) / s),
+         "that is linear interpolation: the fastest pair is slowed, too; it should turn as before."),
+        (fits(right * spiral) or fits(turns(base) * spiral), "it is a spiral: it reads alpha."),
+        (fits(turns(10000 * s ** (D / (D - 2)))), "the base is config.rope_base, which is not always 10000."),
+        (fits(turns(base * whole ** (D / (D - 2)))), f"s is {s:g}, not {whole:g}: do not round it."),
+        (with_exponent(-D / (D - 2)),
+         "the slow pairs turn faster: s is config.context / trained, not the inverse."),
+        *((with_exponent(power), exponent.format(s ** (power * (D - 2) / D), s))
+          for power in (1, 2, (D - 2) / D, D, half, D - 2, half - 1)),
+        (half > 2 and with_exponent(half / (half - 2)),
+         "D is the width of the head, twice the number of pairs: you take D/2 for it."),
+        (fits(between), "the fastest and the slowest pair are right, but not those between: only the base "
+                        "is to change."),
+        (fits(right.sqrt()) or fits(right**2),
+         "pair i turns by base^(-2i/D), and D is the width of the head, twice the number of pairs."),
+        (fits(right ** -1), "the exponent is negative: later pairs turn more slowly."),
+        (fits(right, 180 / math.pi) or fits(right, math.pi / 180),
+         "angles are in radians: nothing is to be converted from or into degrees."),
+        (fits(right, 2 * math.pi), "the angle is position times frequency, without 2 pi."),
+        (fits(right, -1.0), "it turns the other way: the sines have the wrong sign."),
+        (fits(right, swapped=True), "sines and cosines have changed places."),
+        (fits(right, tolerance=1e-3), "it is rounded: compute in the type of `position`, here float64."),
+    ], "the fastest pair must turn by 1 radian a token, as before, the slowest by 1/s of what it did, and "
+       "all pairs by new_base^(-2i/D).")
+
+
 def check_02(my):
-    """Standard rotary is the spiral of alpha 0; and the alpha that gives the slowest pair a turn more."""
-    standard, alpha_of_a_turn = need(my, "standard_rotary"), need(my, "alpha_of_a_turn")
+    """The base that stretches the slowest pair only; and the alpha that gives this pair a turn more."""
+    stretched, alpha_of_a_turn = need(my, "stretched_rotary"), need(my, "alpha_of_a_turn")
     position = torch.arange(5, 45, dtype=torch.float64)
-    for changes in ({}, {"rope_base": 500.0}, {"d_head": 6, "rope_base": 1e6}):
+    T = len(position)
+    for changes, trained in (({}, 256), ({"rope_base": 500.0, "context": 160}, 64), ({"d_head": 4}, 512),
+                             ({"d_head": 6, "rope_base": 1e6}, 128), ({}, 1024)):
         config = ModelConfig(alpha=0.3, **changes)
-        half, base = config.d_head // 2, config.rope_base
-        tables = standard(config, position)
+        D, base, s = config.d_head, config.rope_base, config.context / trained
+        tables = stretched(config, position, trained)
         if not (isinstance(tables, (tuple, list)) and len(tables) == 2 and all(map(torch.is_tensor, tables))):
-            raise Wrong("standard_rotary must return two tensors, the cosines and the sines.")
+            raise Wrong("stretched_rotary must return two tensors, the cosines and the sines.")
         if config != ModelConfig(alpha=0.3, **changes):
-            raise Wrong("standard_rotary changes the config that it is given; others still need it.")
-        T = len(position)
+            raise Wrong("stretched_rotary changes the config that it is given; others still need it.")
         for table in tables:
-            if table.shape != (T, half):
-                raise Wrong(f"for {T} positions and heads of width {2 * half} a table has the shape "
-                            f"{(T, half)}, a column for each pair; not {tuple(table.shape)}.")
+            if table.shape != (T, D // 2):
+                raise Wrong(f"for {T} positions and heads of width {D} a table has the shape "
+                            f"{(T, D // 2)}, a column for each pair; not {tuple(table.shape)}.")
         tables = torch.stack(list(tables)).double()
 
-        def fits(frequency, scale=1.0, tolerance=1e-9):
-            angle = position[:, None] * torch.as_tensor(frequency, dtype=torch.float64) * scale
-            return (tables - torch.stack([angle.cos(), angle.sin()])).abs().max() < tolerance
+        def fits(frequency, scale=1.0, tolerance=1e-9, swapped=False):
+            angle = position[:, None] * frequency * scale
+            table = torch.stack([angle.cos(), angle.sin()])
+            return (tables - (table.flip(0) if swapped else table)).abs().max() < tolerance
 
-        i = torch.arange(half, dtype=torch.float64)
-        right = base ** (-i / half)
-        if fits(right):
-            continue
-        degrees = "angles are in radians: nothing is to be converted from or into degrees."
-        exponent = "the exponent is -2i/D, and D is the width of the head, twice the number of pairs."
-        slips = [
-            (fits(right * (1 + 0.3 * ((i + 1) / half).sqrt())), "it is still the spiral: it reads alpha."),
-            (fits(10000 ** (-i / half)), "the base is config.rope_base, which is not always 10000."),
-            (fits(base ** (-i / (2 * half))) or fits(base ** (-2 * i / half)), exponent),
-            (fits(base ** (-(i + 1) / half)), "pairs count from i = 0: the fastest turns by 1 a token."),
-            (fits(base ** (i / half)), "the exponent is negative: later pairs turn more slowly."),
-            (fits(right, 180 / math.pi) or fits(right, math.pi / 180), degrees),
-            (fits(right, 2 * math.pi), "the angle is position times frequency, without 2 pi."),
-            (fits(right, -1.0), "it turns the other way: the sines have the wrong sign."),
-            (fits(right, tolerance=1e-3), "it is rounded: compute in the type of `position`, here float64."),
-        ]
-        tables = tables.flip(0)
-        slips += [(fits(right), "sines and cosines have changed places.")]
-        raise Wrong(f"standard_rotary differs from the spiral of alpha 0 (rope_base={base:g}): "
-                    + reason(slips, "see the formula of spiral_rotary."))
+        pair = torch.arange(D // 2, dtype=torch.float64)
+        if not fits((base * s ** (D / (D - 2))) ** (-2 * pair / D)):
+            raise Wrong(f"stretched_rotary is not right with D = {D}, rope_base={base:g}, "
+                        f"context={config.context} and trained={trained}: " + slip_02(fits, base, s, D))
 
     for changes, distance in (({}, 1024), ({}, 100), ({"d_head": 6, "rope_base": 500.0, "alpha": 0.3}, 7)):
         config = ModelConfig(**changes)
@@ -268,7 +296,7 @@ def check_02(my):
             (360 / (distance * slowest), "a full turn is 2 pi: angles are in radians, not degrees."),
             (2 * math.pi / distance * half**0.5, "that is for the fastest pair, i = 0; the last is slowest."),
             (2 * math.pi * base / distance, "the slowest pair is i = D/2 - 1: there is none with i = D/2."),
-            (right - 1, "that is a full turn in all; asked is one more than standard rotary makes."),
+            (right - 1, "that is a full turn in all; asked is one more than plain rotary makes."),
             (right / 2, "that is half a turn."),
             (right / (2 * math.pi), "that is one radian more, not one turn."),
             (right * (half / (half - 1)) ** 0.5, "the root is of (i + 1)/(D/2): 1 for the slowest pair."),

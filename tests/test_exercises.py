@@ -109,18 +109,57 @@ def test_exercise_1(source, sentence, tmp_path):
     assert sentence in say(1, source, tmp_path)
 
 
+BY_HAND = '\ndef stretched_rotary(config, position, trained):\n' + """
+    import torch
+    s = config.context / trained
+    half = config.d_head // 2
+    i = torch.arange(half, dtype=position.dtype, device=position.device)
+    angle = position[:, None] * config.rope_base ** (-i / half) * s ** (-i / (half - 1))
+    return angle.cos(), angle.sin()
+"""
+
+
+def by_hand(*changes):
+    """Exercise 2 without plain_rotary, and without a new base; with each `old -> new` carried out."""
+    source = BY_HAND
+    for change in changes:
+        old, new = change.split(" -> ")
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return solution(2) + source
+
+
 @pytest.mark.parametrize("source, sentence", [
-    (changed(2, "half = config.d_head // 2\n    i -> from model import spiral_rotary\n"
-             "    return spiral_rotary(config, position)\n    i"), "still the spiral"),
-    (changed(2, "angle = position -> config.alpha = 0.0\n    angle = position"), "changes the config"),
-    (changed(2, "return angle.cos(), angle.sin() -> "
+    ("def alpha_of_a_turn(config, distance): return 1", "no stretched_rotary"),
+    (changed(2, " * s ** (D / (D - 2)) -> "), "nothing is stretched"),
+    (by_hand("position[:, None] -> position[:, None] / s", " * s ** (-i / (half - 1)) -> "),
+     "linear interpolation"),
+    (changed(2, "s ** (D / (D - 2)) -> s"), "3.668 times as slow, not s = 4 times"),
+    (changed(2, "s ** (D / (D - 2)) -> s**D"), "times as slow, not s = 4 times"),
+    (changed(2, "s ** (D / (D - 2)) -> s ** (D / 2)"), "times as slow, not s = 4 times"),
+    (changed(2, "s ** (D / (D - 2)) -> s ** ((D - 2) / D)"), "times as slow, not s = 4 times"),
+    (changed(2, "trained, config.d_head -> trained, config.d_head // 2"), "you take D/2 for it"),
+    (changed(2, "config.context / trained, -> trained / config.context,"), "not the inverse"),
+    (changed(2, "config.context / trained, -> config.context // trained,"), "s is 2.5, not 2"),
+    (changed(2, "rope_base=config.rope_base * -> rope_base=10000 *"), "config.rope_base"),
+    (changed(2, "import plain_rotary -> import spiral_rotary as plain_rotary"), "reads alpha"),
+    (changed(2, "import plain_rotary -> import mirrored_rotary",
+             "return plain_rotary( -> config = replace(config, alpha=0.0)\n    return mirrored_rotary("),
+     "the wrong sign"),
+    (changed(2, "return plain_rotary( -> config.rope_base *= s ** (D / (D - 2))\n"
+             "    return plain_rotary(config, position)\n    return ("), "changes the config"),
+    (by_hand("return angle.cos(), angle.sin() -> "
              "return [y.repeat_interleave(2, dim=-1) for y in (angle.cos(), angle.sin())]"),
      "a column for each pair"),
-    (changed(2, "config.rope_base ** (-i / half) -> 10000 ** (-i / half)"), "config.rope_base"),
-    (changed(2, "(-i / half) -> (-i / config.d_head)"), "the exponent is -2i/D"),
-    (changed(2, "angle.cos(), angle.sin() -> angle.rad2deg().cos(), angle.rad2deg().sin()"), "radians"),
-    (changed(2, "angle.cos(), angle.sin() -> angle.sin(), angle.cos()"), "changed places"),
-    (changed(2, "dtype=position.dtype, -> ", "position[:, None] -> position.float()[:, None]"), "rounded"),
+    (by_hand("return angle.cos(), angle.sin() -> return torch.polar(torch.ones_like(angle), angle)"),
+     "two tensors"),
+    (by_hand("return angle.cos(), angle.sin() -> return angle.sin(), angle.cos()"), "changed places"),
+    (by_hand("return angle -> angle = angle.rad2deg()\n    return angle"), "radians"),
+    (by_hand("return angle -> angle = angle * 2 * torch.pi\n    return angle"), "without 2 pi"),
+    (by_hand("dtype=position.dtype, -> ", "position[:, None] -> position.float()[:, None]"), "rounded"),
+    (by_hand("s ** (-i / (half - 1)) -> (1 + (1 / s - 1) * i / (half - 1))"), "not those between"),
+    (by_hand("** (-i / half) * s ** (-i -> ** (i / half) * s ** (i"), "more slowly"),
+    (by_hand("position[:, None] -> (position[:, None] - 5)"), "by 1 radian a token"),
     (changed(2, "2 * math.pi / ( -> 360 / ("), "not degrees"),
     (changed(2, "2 * math.pi / (distance * slowest) -> 2 * math.pi / distance * half**0.5"), "fastest pair"),
     (changed(2, "(-(half - 1) / half) -> -1"), "none with i = D/2"),
@@ -130,10 +169,12 @@ def test_exercise_2(source, sentence, tmp_path):
     assert sentence in say(2, source, tmp_path)
 
 
-def test_exercise_2_may_be_solved_with_the_spiral(tmp_path):
-    source = changed(2, "half = config.d_head // 2\n    i -> from dataclasses import replace\n"
-                     "    from model import spiral_rotary\n"
-                     "    return spiral_rotary(replace(config, alpha=0.0), position)\n    i")
+@pytest.mark.parametrize("source", [
+    by_hand(),
+    changed(2, "import plain_rotary -> import spiral_rotary as plain_rotary",
+            "replace(config, rope_base= -> replace(config, alpha=0.0, rope_base="),
+], ids=["by_hand", "with_the_spiral"])
+def test_exercise_2_may_be_solved_otherwise(source, tmp_path):
     assert say(2, source, tmp_path) == "right"
 
 
