@@ -55,7 +55,7 @@ class Layout:
 
     def pieces(self, model):
         """Yield (our name, {published name: the piece of our tensor that it is}) for all of a model."""
-        H, K = model.config.n_head, model.config.kv_heads
+        H, K = model.config.n_head, model.config.n_kv_head
         heights = {"mixer.qkv.weight": (H, K, K), "ffn.up.weight": (2, 1)}  # relative; the others are equal
         for ours, whole in model.state_dict().items():
             _, layer, name = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)", ours).groups()
@@ -104,7 +104,7 @@ LAYOUTS = {
          "norm_1.weight": "input_norm.weight", "norm_1.offset": "input_norm.offset",
          "norm_2.weight": "post_attn_norm.weight", "norm_2.offset": "post_attn_norm.offset",
          "mixer.qkv.weight": "attn.q_proj.weight attn.k_proj.weight attn.v_proj.weight",
-         "mixer.kv_below.weight": "attn.k_ctx_proj.weight attn.v_ctx_proj.weight",
+         "mixer.kv_summary.weight": "attn.k_ctx_proj.weight attn.v_ctx_proj.weight",
          "mixer.phi": "attn.blend_logit", "mixer.gate.weight": "attn.gate_proj.weight",
          "mixer.out.weight": "attn.o_proj.weight",
          "ffn.narrow.up.weight": "ffn.gate_a.weight ffn.up_a.weight",

@@ -227,7 +227,7 @@ def draw_loss(plt, args):
 
 def draw_rotary(plt, args):
     kinds = {"plain": ModelConfig(alpha=0.0), "spiral": ModelConfig(), "helix": ModelConfig(position="helix")}
-    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().head_width // 2
+    found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().d_head // 2
     figure, axes = plt.subplot_mosaic([["angle", "speed"], ["radius", "radius"]], figsize=(8, 6),
                                       layout="constrained")
     for i, (name, (angle, _)) in enumerate(found.items()):

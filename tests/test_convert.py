@@ -221,7 +221,7 @@ def test_the_defaults_are_those_of_the_recipes(layout, name, changes):
 
 def test_lookback_0_means_all_layers_there_and_none_here():
     _, config, weights = golden("helix")
-    assert load_reference(config | {"gcla_lookback": 0}, weights).config.layers_below == 3
+    assert load_reference(config | {"gcla_lookback": 0}, weights).lookback == 3
     with pytest.raises(ValueError, match="lookback=0"):
         to_reference(make(HELIX | {"lookback": 0}))
 
