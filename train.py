@@ -333,7 +333,7 @@ def sample_text(model, tokenizer, config):
     return tokenizer.decode(ids)
 
 
-def train_as_told():
+def read_and_train():
     """Read the command line and train."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)
@@ -342,7 +342,7 @@ def train_as_told():
 
 
 def main():
-    run_main(train_as_told, interrupted="interrupted.")
+    run_main(read_and_train, interrupted="interrupted.")
 
 
 if __name__ == "__main__":
