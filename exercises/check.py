@@ -213,6 +213,17 @@ def check_01(my):
         })
 
 
+def as_tables(tables, T, D):
+    """What stretched_rotary returned, in float64 (2, T, D/2): the cosines, then the sines."""
+    if not (isinstance(tables, (tuple, list)) and len(tables) == 2 and all(map(torch.is_tensor, tables))):
+        raise Wrong("stretched_rotary must return two tensors, the cosines and the sines.")
+    for table in tables:
+        if table.shape != (T, D // 2):
+            raise Wrong(f"for {T} positions and heads of width {D} a table has the shape {(T, D // 2)}, "
+                        f"a column for each pair; not {tuple(table.shape)}.")
+    return torch.stack(list(tables)).double()
+
+
 def slip_02(fits, base, s, D):
     """The sentence for wrong tables of stretched rotary; fits(frequency, ...) says whether they turn so."""
     half = D // 2
@@ -245,7 +256,7 @@ def slip_02(fits, base, s, D):
                         "is to change."),
         (fits(right.sqrt()) or fits(right**2),
          "pair i turns by base^(-2i/D), and D is the width of the head, twice the number of pairs."),
-        (fits(right ** -1), "the exponent is negative: later pairs turn more slowly."),
+        (fits(1 / right), "the exponent is negative: later pairs turn more slowly."),
         (fits(right, 180 / math.pi) or fits(right, math.pi / 180),
          "angles are in radians: nothing is to be converted from or into degrees."),
         (fits(right, 2 * math.pi), "the angle is position times frequency, without 2 pi."),
@@ -260,21 +271,14 @@ def check_02(my):
     """The base that stretches the slowest pair only; and the alpha that gives this pair a turn more."""
     stretched, alpha_of_a_turn = need(my, "stretched_rotary"), need(my, "alpha_of_a_turn")
     position = torch.arange(5, 45, dtype=torch.float64)
-    T = len(position)
     for changes, trained in (({}, 256), ({"rope_base": 500.0, "context": 160}, 64), ({"d_head": 4}, 512),
                              ({"d_head": 6, "rope_base": 1e6}, 128), ({}, 1024)):
         config = ModelConfig(alpha=0.3, **changes)
         D, base, s = config.d_head, config.rope_base, config.context / trained
         tables = stretched(config, position, trained)
-        if not (isinstance(tables, (tuple, list)) and len(tables) == 2 and all(map(torch.is_tensor, tables))):
-            raise Wrong("stretched_rotary must return two tensors, the cosines and the sines.")
         if config != ModelConfig(alpha=0.3, **changes):
             raise Wrong("stretched_rotary changes the config that it is given; others still need it.")
-        for table in tables:
-            if table.shape != (T, D // 2):
-                raise Wrong(f"for {T} positions and heads of width {D} a table has the shape "
-                            f"{(T, D // 2)}, a column for each pair; not {tuple(table.shape)}.")
-        tables = torch.stack(list(tables)).double()
+        tables = as_tables(tables, len(position), D)
 
         def fits(frequency, scale=1.0, tolerance=1e-9, swapped=False):
             angle = position[:, None] * frequency * scale

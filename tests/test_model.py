@@ -138,7 +138,8 @@ def test_a_mixer_of_ones_own_is_one_class_and_one_line_in_the_silia_block_too(mo
     usual, x = make(**SILIA), ids()
     monkeypatch.setitem(PARTS["mixer"], "louder", Louder)
     louder = make(**SILIA | {"mixer": "louder"})
-    assert type(louder.blocks[0].unit_2) is Louder and (louder(x)[0] - usual(x)[0]).abs().max() > 0.1
+    assert {type(unit) for unit in louder.blocks[0].children()} == {Louder}
+    assert (louder(x)[0] - usual(x)[0]).abs().max() > 0.1
     assert (in_chunks(louder, x, [1, 7, 32]) - louder(x)[0]).abs().max() < 1e-10
 
 
