@@ -24,7 +24,6 @@ The code below does the same for text of any size and on many cores: documents c
 each of these steps, and support/corpus.py hands batches of it to worker processes.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -44,6 +43,7 @@ from support.corpus import (DATA, END, check_arguments, download, map_batches, n
                             useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
+from support.settings import CommandLine
 
 # ----------------------------------------------------------------------------------------------------------
 # What a document is
@@ -279,7 +279,7 @@ def tinystories(name, **options):
 
 def arguments(argv):
     """Read the command line -> argparse.Namespace, checked."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
+    parser = CommandLine(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
     option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8")
@@ -291,7 +291,6 @@ def arguments(argv):
     option("--munch", action="store_true", help="encode by longest match and with Silia's special tokens")
     cores = min(os.cpu_count() or 1, 32)
     option("--workers", type=int, metavar="N", default=cores, help="processes (default: %(default)s)")
-    parser.error = lambda message: sys.exit(f"error: {message}")
     args = parser.parse_args(argv)
     check_arguments(args, STORYBOOKS)
     return args

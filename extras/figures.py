@@ -16,7 +16,6 @@ which do without it.
 import csv
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import storybook
 from model import PARTS, Attention, ModelConfig, NoCache, greedy_pairs
 from support import need
 from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
+from support.files import atomic_write
 from support.runtime import run_main, sink_ids
 from support.settings import CommandLine
 from tokenizer import LongestMatchTokenizer, Tokenizer
@@ -189,15 +189,9 @@ def save(figure, path):
 
     figure.set_dpi(160)  # 8 inches: 1280 pixels
     figure.canvas.draw()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        image = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("L")
-        image.save(temporary, "PNG", optimize=True)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}.") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    image = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("L")
+    with atomic_write(path) as file:
+        image.save(file, "PNG", optimize=True)
 
 
 def draw_loss(plt, args):
