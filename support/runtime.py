@@ -107,11 +107,15 @@ def compile_training(model, config, device, autocast, batch):
         model.zero_grad(set_to_none=True)
 
 
-def head_by_columns(model):
-    """Lay the head's matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
-    them by one vector for each token, reads them two to four times as fast in float32."""
-    weight = model.head_weight
-    weight.data = weight.data.t().contiguous().t()
+def lay_out_by_columns(model):
+    """Lay out column by column the head's matrix and those that are not wider than high: the same numbers,
+    but a CPU, which in decoding multiplies them by one vector for each token, reads them up to twice as fast
+    in float32."""
+    import torch
+
+    for weight in {model.head_weight, *(m.weight for m in model.modules() if isinstance(m, torch.nn.Linear))}:
+        if weight.size(0) >= weight.size(1):
+            weight.data = weight.data.t().contiguous().t()
 
 
 def compile_decoding(model, cache):
@@ -152,7 +156,7 @@ def prepare_decoding(model, compiled=False):
     if compiled:
         compile_decoding(model, cache)
     elif weight.is_cpu and weight.dtype == torch.float32:
-        head_by_columns(model)
+        lay_out_by_columns(model)
     return cache
 
 

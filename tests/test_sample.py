@@ -16,7 +16,7 @@ import tokenizer as tokenizers
 from model import Cache, LanguageModel, ModelConfig
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
-from support.runtime import compile_decoding, run_main
+from support.runtime import compile_decoding, prepare_decoding, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -213,6 +213,18 @@ def test_compiled_decoding_gives_the_same_logits(caplog):
     (plain, told), (compiled, retold) = results
     assert (plain - compiled).abs().max() < 1e-10 and told == retold
     assert not (plain == compiled).all()  # it has been compiled: not the very same roundings
+
+
+def test_matrices_laid_out_for_decoding_give_the_same_logits():
+    """The head and the matrices that lead up, for one token and for many; in float32, to rounding."""
+    model, idx = test_model.make().eval().float(), test_model.ids(2, 20)
+    before = model(idx)[0]
+    cache = prepare_decoding(model)
+    after = torch.cat([model(idx[:, :19], cache=cache)[0], model(idx[:, 19:], cache=cache)[0]], dim=1)
+    assert (before - after).abs().max() < 1e-5 * before.abs().max()
+    block = model.blocks[0]
+    up = (model.head_weight, block.mixer.qkv.weight, block.mixer.out.weight, block.ffn.up.weight)
+    assert [w.t().is_contiguous() for w in (*up, block.ffn.down.weight)] == [True] * 4 + [False]
 
 
 def test_a_failing_compiler_is_one_sentence(here, run, monkeypatch):
