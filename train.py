@@ -20,8 +20,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
+                             sink_id)
+from support.settings import outlines, read_settings
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
+    # So that --help and misspelt options do not wait for PyTorch
+    run_main(lambda: read_settings(sys.argv[1:], *outlines("train.py", "model.py")))
 
 import numpy as np
 import torch
@@ -33,9 +39,6 @@ from support import need
 from support.checkpoint import Run, check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
-from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
-                             sink_id)
-from support.settings import read_settings
 
 
 @dataclass

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import requests
 from tqdm import tqdm
 
 import tokenizer as bpe
@@ -243,6 +242,8 @@ def download(url, path, size=None):
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
+    import requests  # needed here only, and slow to import
+
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(f"{path}.part")
     etag_file = Path(f"{path}.part.etag")
@@ -272,6 +273,8 @@ def download(url, path, size=None):
 
 def receive(url, part, etag_file):
     """Make one request and put what comes into `part` -> None if that is the whole file now, or a problem."""
+    import requests
+
     old_etag = etag_file.read_text("utf-8") if etag_file.exists() else ""
     have = file_size(part) if old_etag else 0
     wanted = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})

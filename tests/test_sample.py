@@ -241,6 +241,18 @@ def test_help_and_misspelt_options_need_no_torch(here):
         assert done.returncode == code and done.stderr.count("\n") == code and "Traceback" not in done.stderr
 
 
+def test_decoding_imports_no_compiler():
+    """Guards against imports that take as long as PyTorch itself, and want a writable temporary folder."""
+    code = """if True:
+        import sys, torch, sample
+        from model import LanguageModel, ModelConfig
+        from support.runtime import open_model, prepare_decoding
+        model = LanguageModel(ModelConfig(vocab_size=16, d_model=8, n_head=2, d_ff=8)).eval()
+        list(model.generate(torch.zeros(1, 3, dtype=torch.long), 3, cache=prepare_decoding(model)))
+        print(*{"torch._dynamo", "sympy", "requests"} & set(sys.modules))"""
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).split() == []
+
+
 def raises(error):
     def main():
         raise error

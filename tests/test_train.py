@@ -19,7 +19,7 @@ import torch
 import sample
 import train
 from model import LanguageModel, ModelConfig
-from support import checkpoint as checkpoint_module
+from support import checkpoint as checkpoint_module, settings
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.corpus import open_data
 from support.report import LOG_COLUMNS
@@ -543,6 +543,28 @@ def test_data_that_does_not_match_is_refused(here, monkeypatch):
         (folder / "meta.json").write_text(json.dumps(broken), encoding="utf-8")
         assert "damaged" in run(monkeypatch)
     assert not Path("out").exists()
+
+
+def test_help_and_misspelt_settings_need_no_torch(capsys):
+    """They are answered from the outlines of the two dataclasses, and with the very same words."""
+    code = """if True:
+        import runpy, sys
+        sys.modules["torch"] = None
+        for word in ("--help", "--batchsize=1", "--lr=fast", "config/nanno.py"):
+            sys.argv = ["train.py", word]
+            try:
+                runpy.run_path("train.py", run_name="__main__")
+            except SystemExit as end:
+                print(end)"""
+    told = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        settings.read_settings(["--help"], train.TrainConfig, ModelConfig)
+    words = capsys.readouterr().out.split("\n", 1)[1]  # the first line has the script's name
+    assert told.split("\n", 1)[1] == words + """0
+error: unknown setting --batchsize; did you mean --batch_size?
+error: --lr takes a value of type float, not 'fast'.
+error: there is no config file config/nanno.py; did you mean config/nano.py?
+"""
 
 
 def test_a_user_error_is_one_line_and_exit_code_1(here, monkeypatch):
