@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import tokenizer as bpe
 from support import need
+from support.files import is_running
 from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
@@ -192,13 +193,6 @@ def map_batches(work, pieces, workers):
 
 # ----------------------------------------------------------------------------------------------------------
 # The folder that is whole or absent
-
-
-def is_running(process):
-    try:
-        return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
-    except OSError as error:
-        return isinstance(error, PermissionError)
 
 
 def remove_leftovers(name):
