@@ -206,6 +206,48 @@ def test_evaluation_predicts_every_token_once(small_data, monkeypatch):
     assert train.evaluate(model, ids, tokenizer, 4, off) == train.evaluate(model, ids, tokenizer, 4, off)
 
 
+def documents(*lengths):
+    """A stream of documents: 1, 2, 3, ... and 99, the end-of-text."""
+    return np.array([id for n in lengths for id in [*range(1, n), 99]], dtype="<u2")
+
+
+def test_training_windows_begin_where_a_document_does_if_that_is_within_a_window():
+    config = TrainConfig(batch_size=500, windows="documents")
+    ids = documents(*[5, 8, 3] * 10)
+    x, y = train.get_batch(ids, 0, config, 8, end_of_text=99)
+    first = set(zip(x[:, 0].tolist(), y[:, 0].tolist()))
+    assert first == {(99, 1), (1, 2)}  # the second where nothing stands before: at the beginning of the stream
+    assert torch.equal(x[:, 1:], y[:, :-1]) and len(set(map(tuple, y.tolist()))) == 4
+    with_sink, same = train.get_batch(ids, 0, config, 8, sink=7, end_of_text=99)
+    assert (with_sink[:, 0] == 7).all() and torch.equal(with_sink[:, 1:], x[:, 1:]) and torch.equal(same, y)
+    # In a document of 100 tokens: from its beginning for the first 8, and anywhere in what follows
+    ids = np.arange(1000, 1100, dtype="<u2")
+    firsts = set(train.get_batch(ids, 0, config, 8, end_of_text=99)[0][:, 0].tolist())
+    assert firsts <= {1000, *range(1009, 1092)} and len(firsts) > 60
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 8, 2), (8, 8), (20, 4), (3, 33, 1, 1, 1), (9,), (1,), (16, 17)])
+def test_evaluation_by_documents_counts_each_token_once_behind_its_document(lengths):
+    ids, context, at = documents(*lengths), 8, 0
+    # How much of its document must be seen before each token: all, or half a window in a longer one
+    before = [i if n <= context else min(i, context // 2) for n in lengths for i in range(n)]
+    for x, y in train.validation_batches(ids, 99, context, 2, windows="documents"):
+        assert x.shape == y.shape and x.size(1) <= context
+        for inputs, targets in zip(x.tolist(), y.tolist()):
+            for i, target in enumerate(targets):
+                if target != -100:
+                    assert target == ids[at] and i >= before[at]
+                    assert inputs[i + 1 - before[at]: i + 1] == ids[at - before[at]: at].tolist()
+                    at += 1
+    assert at == len(ids)
+
+
+def test_a_window_holds_whole_documents_while_they_fit_and_half_of_a_longer_ones_past():
+    ids = documents(5, 3, 8, 20, 2, 2)
+    assert list(train.document_windows(ids, 99, 8)) == [
+        (0, 0, 8), (8, 8, 16), (16, 16, 24), (20, 24, 28), (24, 28, 32), (28, 32, 36), (36, 36, 40)]
+
+
 def test_a_split_shorter_than_the_context_is_evaluated(here, monkeypatch):
     assert run(monkeypatch, "--max_steps=1", "--eval_tokens=7") is None
     assert math.isfinite(load()["best_val_loss"])
