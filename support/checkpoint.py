@@ -222,9 +222,9 @@ class Run:
                    if name not in ("resume", "init_from") and before[name] != value}
         print(f"resuming {self.last_path} after {self.start} steps"
               + "".join(f"; now {name}={value!r}" for name, value in changes.items()))
-        if self.start < config.max_steps and ("data" in changes or "eval_tokens" in changes):
+        if self.start < config.max_steps and {"data", "eval_tokens", "windows"} & changes.keys():
             self.best_val_loss = math.inf
-            print("It is validated on other tokens from now on: the comparison for best.pt starts anew.")
+            print("validation is another one from now on: the comparison for best.pt starts anew")
 
     def open_folder(self):
         """Begin to write; an earlier run of this name moves aside, unless it is this one."""
@@ -261,7 +261,7 @@ class Run:
         self.follow_folder()
         names = ["ckpt.pt"]
         if val_loss < self.best_val_loss:
-            if self.best_val_loss == math.inf and self.best_path.exists():  # the best on other tokens
+            if self.best_val_loss == math.inf and self.best_path.exists():  # the best by another validation
                 self.best_path.rename(free_name(self.best_path))
             self.best_val_loss = val_loss
             names.insert(0, "best.pt")

@@ -345,16 +345,18 @@ def test_a_closed_terminal_does_not_end_a_run_that_ignores_its_signal(here):
             signal.signal(number, signal.SIG_IGN)
 
     ours, theirs = pty.openpty()
-    process = start("--max_steps=100", "--eval_every=1000", preexec_fn=ignore, stderr=theirs)
+    process = start("--max_steps=200", "--eval_every=1000", preexec_fn=ignore, stderr=theirs,
+                    env=os.environ | {"PYTHONUNBUFFERED": ""})
     os.close(theirs)
     while not process.stdout.readline().startswith("step 0: val"):
-        assert process.poll() is None  # the line comes before the end
+        assert process.poll() is None
+    assert int(log_rows()[-1]["step"]) < 200  # the line came long before the end
     wait_for(lambda: len(log_rows()) > 3)
     for number in (signal.SIGHUP, signal.SIGINT) * 2:
         process.send_signal(number)
     os.close(ours)  # nobody reads stderr any more
     process.stdout.close()  # nor stdout, as in `... | head`
-    assert process.wait(60) == 0 and load()["step"] == 100 == int(log_rows()[-1]["step"])
+    assert process.wait(60) == 0 and load()["step"] == 200 == int(log_rows()[-1]["step"])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
@@ -496,6 +498,8 @@ def test_losses_on_other_tokens_are_not_compared(here, monkeypatch, capsys):
     assert load("out/run/best.pt.1")["best_val_loss"] == 0.5
     assert run(monkeypatch, "--max_steps=6", *words) is None
     assert "anew" not in capsys.readouterr().out
+    assert run(monkeypatch, "--max_steps=8", "--windows=documents", *words) is None
+    assert "anew" in capsys.readouterr().out
 
 
 def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
