@@ -340,4 +340,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, stdout_may_end=True)

@@ -50,15 +50,20 @@ def parse_arguments():
 
 
 def read_prompt(args):
-    """The text to continue, from an option, a file or a pipe; without the newline that ends a file."""
+    """The text to continue, from an option, a file or a pipe; without the newline that ends a file.
+
+    Line ends become LF, as in the training text.
+    """
     if args.prompt is not None:
-        return args.prompt
+        return args.prompt.replace("\r\n", "\n").replace("\r", "\n")
     try:
         if args.prompt_file is not None:
             return args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n")
         if sys.stdin is None or sys.stdin.isatty():
             return ""
-        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
+        print("[reading the prompt from stdin, up to its end]", file=sys.stderr)
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict", newline=None)  # None: any line end
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
@@ -110,13 +115,15 @@ def chat(model, tokenizer, options):
     encode_chat(tokenizer, [("user", ""), ("assistant", None)])  # if the tokenizer cannot, say so at once
     unread = start_ids(model.config, tokenizer)  # ids that the cache has not read yet
     results = []
+    if sys.stdin:  # a byte that is not UTF-8 is no reason to end
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace", newline=None)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline() if sys.stdin else ""
         if not line:
             return results
         unread += tokenizer.encode("\n") if results else []
-        unread += encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
+        unread += encode_chat(tokenizer, [("user", line.rstrip("\n")), ("assistant", None)])
         answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options)
         results.append((answer, seconds))
         unread = answer[-1:]  # drawn, but not read yet

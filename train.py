@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
 
 import numpy as np
@@ -199,7 +199,7 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
 
 
 def learning_rate(step, config):
-    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
+    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1; later it stays.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
     min_lr. With schedule="cooldown" (Silia) the rate stays at its peak until the last share `cooldown` of the
@@ -208,6 +208,7 @@ def learning_rate(step, config):
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
         return config.lr * (step + 1) / warm
+    step = min(step, config.max_steps)
     start = warm  # of the cosine
     if config.schedule == "cooldown":
         start = max(warm, (1 - config.cooldown) * config.max_steps)
@@ -382,14 +383,15 @@ def sample_text(model, tokenizer, config):
 
 def read_and_train():
     """Read the command line and train."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)
     config.out = config.out or (file.stem if file else "nano")
     train(config, model_config)
 
 
 def main():
-    run_main(read_and_train, interrupted="interrupted.")
+    run_main(read_and_train, interrupted="interrupted.", stdout_may_end=True)
 
 
 if __name__ == "__main__":

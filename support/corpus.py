@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import tokenizer as bpe
 from support import need
+from support.files import is_running
 from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
@@ -240,13 +241,6 @@ def check_links(path):
         target = os.path.realpath(link)
         need(link.exists() or not link.is_symlink(),
              f"{link} is a link to {target}, which is not there; bring that back, or remove the link.")
-
-
-def is_running(process):
-    try:
-        return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
-    except OSError as error:
-        return isinstance(error, PermissionError)
 
 
 def remove_leftovers(name):
