@@ -3,7 +3,9 @@
 tests/golden/make.py says how the golden files were made.
 """
 
+import errno
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -100,6 +102,28 @@ def test_20_greedy_tokens_are_the_packages(family):
     assert [token.item() for token in tokens] == file["greedy"].tolist()
 
 
+def untied_nano():
+    """Nano's golden weights with a head of its own."""
+    _, config, weights = golden("nano")
+    head = 1.5 * weights["model.embed_tokens.weight"].roll(7, 0)
+    return config | {"tie_word_embeddings": False}, weights | {"lm_head.weight": head}
+
+
+def test_20_greedy_tokens_of_an_untied_head_are_the_packages(run):
+    config, weights = untied_nano()
+    write_folder("src", config, weights)
+    assert run(convert, "import", "src", "a.pt")[0] is None
+    assert run(convert, "export", "a.pt", "dst")[0] is None  # to which from_pretrained gives the same tokens
+    assert json.loads(Path("dst/config.json").read_text(encoding="utf-8"))["tie_word_embeddings"] is False
+    assert run(convert, "import", "dst", "b.pt")[0] is None
+    prompt = torch.from_numpy(golden("nano")[0]["ids"])[:1, :5]
+    for path in ("a.pt", "b.pt"):
+        model = load_model(load_checkpoint(Path(path))).eval()
+        tokens = [token.item() for token in model.generate(prompt, 20, temperature=0)]
+        # of wiola13m 1.0.1 with these weights and tie_word_embeddings=False
+        assert tokens == [28, 26, 58, 36, 41, 26, 21, 39, 49, 15, 44, 44, 44, 44, 51, 58, 33, 8, 15, 39]
+
+
 def test_silia_decodes_as_the_reference_does():
     file, config, weights = golden("silia")
     model, ids = load_reference(config, weights), torch.from_numpy(file["ids"])
@@ -166,6 +190,20 @@ def test_a_head_is_accepted_only_if_it_is_the_embedding(family, head):
         load_reference(config, weights | {head: embedding + 1e-3})
     with pytest.raises(ValueError, match="missing: lm_head" if family == "nano" else "tie_word_embeddings"):
         load_reference(config | {"tie_word_embeddings": False}, weights)
+
+
+@pytest.mark.parametrize("family, name, x", [
+    ("nano", "model.embed_tokens.weight", math.nan), ("nano", "lm_head.weight", math.nan),
+    ("helix", "model.layers.1.attn.blend_logit", -math.inf), ("silia", "unembed.weight", math.nan),
+])
+def test_weights_that_are_not_finite_are_called_so(family, name, x):
+    """A NaN differs from itself, and so the head looked as if it were not tied."""
+    _, config, weights = golden(family)
+    broken = weights.get(name, weights.get("model.embed_tokens.weight")).clone()
+    broken.view(-1)[-1] = x
+    for copy in (broken, broken.half()):
+        with pytest.raises(ValueError, match=f"1 of the tensors are not finite .*: {name}"):
+            load_reference(config, weights | {name: copy})
 
 
 def test_nanos_head_may_have_a_matrix_of_its_own():
@@ -276,6 +314,13 @@ def run(monkeypatch, capsys, tmp_path):
         return code, *capsys.readouterr()
 
     return call
+
+
+def write_folder(folder, config, weights):
+    """A published folder with pytorch_model.bin and no tokenizer."""
+    Path(folder).mkdir()
+    torch.save(weights, Path(folder) / "pytorch_model.bin")
+    (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def save(model, path, tokenizer=None):
@@ -394,6 +439,62 @@ def test_safetensors_come_in(run, folder):
     assert run(convert, "import", "src", "a.pt")[0] is None
 
 
+def write_shards(folder, kind, split):
+    """Spread pytorch_model.bin over two files of this kind, with their index. split: name -> 0 or 1"""
+    stem, suffix = {"bin": ("pytorch_model", "bin"), "safetensors": ("model", "safetensors")}[kind]
+    files = [f"{stem}-{n}-of-00002.{suffix}" for n in ("00001", "00002")]
+    weights = torch.load(folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").unlink()
+    for n, file in enumerate(files):
+        part = {name: x for name, x in weights.items() if split(name) == n}
+        if kind == "bin":
+            torch.save(part, folder / file)
+        else:
+            package = pytest.importorskip("safetensors.torch", reason="needs the package safetensors")
+            package.save_file(part, folder / file)
+    index = folder / f"{stem}.{suffix}.index.json"
+    weight_map = {name: files[split(name)] for name in weights}
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}), encoding="utf-8")
+    return index, files
+
+
+@pytest.mark.parametrize("kind", ["bin", "safetensors"])
+def test_parts_come_in_through_their_index(run, folder, kind):
+    assert run(convert, "import", "src", "whole.pt")[0] is None
+    index, files = write_shards(folder, kind, lambda name: ".layers." in name)
+    assert run(convert, "import", "src", "a.pt")[0] is None
+    whole, parts = (load_checkpoint(Path(name))["model"] for name in ("whole.pt", "a.pt"))
+    assert whole.keys() == parts.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+    (folder / files[1]).rename("elsewhere")
+    code = run(convert, "import", "src", "b.pt")[0]
+    assert code == f"error: {index} names {files[1]}, which is not there: fetch it, too."
+    (folder / files[1]).write_bytes(b"torn")
+    assert f"{files[1]} is damaged" in run(convert, "import", "src", "b.pt")[0]
+
+
+def test_an_index_reads_nothing_outside_of_its_folder(run, folder):
+    index, files = write_shards(folder, "bin", lambda name: ".layers." in name)
+    for place in ("other", "src/sub"):
+        Path(place).mkdir()
+        Path(place, "x.bin").write_bytes((folder / files[1]).read_bytes())
+    content = json.loads(index.read_text(encoding="utf-8"))
+    for name in ("../other/x.bin", str(Path("other/x.bin").absolute()), "sub/x.bin", "", ".", "x.txt",
+                 "C:x.bin", "..\\other\\x.bin", 7, None, ["x.bin"]):
+        content["weight_map"]["model.norm.weight"] = name
+        index.write_text(json.dumps(content), encoding="utf-8")
+        code = run(convert, "import", "src", "a.pt")[0]
+        assert code == f"error: {index} names {name!r}; only .bin files beside it are read."
+
+
+def test_an_index_that_is_none(run, folder):
+    index, _ = write_shards(folder, "bin", lambda name: ".layers." in name)
+    for content in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": ["x.bin"]}'):
+        index.write_text(content, encoding="utf-8")
+        code = run(convert, "import", "src", "a.pt")[0]
+        assert code.startswith("error: src") and index.name in code and "\n" not in code
+
+
 def test_without_the_package_safetensors_a_sentence_says_so(run, folder, monkeypatch):
     monkeypatch.setattr(convert, "safetensors", None)
     assert run(convert, "import", "src", "a.pt")[0] is None
@@ -489,3 +590,105 @@ def test_a_tokenizer_that_does_not_fit_is_refused(run, folder, tokenizer):
                                tokenizers.SPECIALS + tuple(f"<{i}>" for i in range(46)))
     (folder / "tokenizer.json").write_text(tokenizer_to_json(big), encoding="utf-8")
     assert "has 306 tokens, more than the model" in run(convert, "import", "src", "a.pt")[0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_no_damage(run, folder, encoding):
+    """Windows' editors and PowerShell put one in front of what they save."""
+    write_shards(folder, "bin", lambda name: ".layers." in name)
+    for path in folder.glob("*.json"):
+        path.write_text(path.read_text(encoding="utf-8"), encoding=encoding)
+    assert run(convert, "import", "src", "a.pt")[0] is None
+    assert load_checkpoint(Path("a.pt"))["tokenizer"]
+
+
+def test_why_a_config_cannot_be_read_is_said(run, folder):
+    for content, reason in ((b'{"a": 1,\n "b" 2}', "Expecting ':' delimiter: line 2 column 6"),
+                            (b"", "Expecting value"), (b'{"a": "\xff"}', "can't decode byte 0xff"),
+                            (b"[1]", "it holds no object"), (b"[" * 100_000, "recursion"),
+                            (None, "No such file or directory")):
+        (folder / "config.json").unlink()
+        if content is not None:
+            (folder / "config.json").write_bytes(content)
+        code = run(convert, "import", "src", "a.pt")[0]
+        assert code.startswith("error: src has no readable config.json: ") and reason in code
+        assert "\n" not in code and not Path("a.pt").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "the disk went away"), OSError("the disk went away")])
+def test_an_error_of_the_system_without_a_name_or_number_gets_one(run, folder, monkeypatch, error):
+    run(convert, "import", "src", "a.pt")
+
+    def fail(*words, **options):
+        raise error
+
+    for name in ("write_json", "write_tensors", "write_tokenizer"):
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, name, fail)
+            code = run(convert, "export", "a.pt", "dst")[0]
+            assert code == "error: cannot write dst: the disk went away."
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", fail)
+        code = run(convert, "export", "a.pt", "dst")[0]
+        assert code == "error: cannot read a.pt: the disk went away."
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    code = run(convert, "import", "src", "b.pt")[0]
+    assert code == "error: src has no readable config.json: the disk went away."
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_the_system_says_of_a_file_is_not_called_damage(run, folder, name):
+    if name == "model.safetensors":
+        pytest.importorskip("safetensors", reason="needs the package safetensors")
+    (folder / "pytorch_model.bin").unlink()
+    assert "has none of model.safetensors, " in run(convert, "import", "src", "a.pt")[0]
+    (folder / name).mkdir()
+    assert run(convert, "import", "src", "a.pt")[0] == f"error: {folder / name}: Is a directory."
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "tokenizer.json"])
+def test_a_link_to_nowhere_is_named(run, folder, name):
+    """As in the cache of a download that was broken off."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/none")
+    code = run(convert, "import", "src", "a.pt")[0]
+    assert code.startswith("error: src") and name in code and "No such file" in code
+
+
+def test_memory_that_runs_out_is_not_called_damage(run, folder, monkeypatch):
+    def fail(*words, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", fail)
+    assert "out of memory" in run(convert, "import", "src", "a.pt")[0]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+@pytest.mark.parametrize("package", [True, False])
+def test_files_have_the_permissions_that_the_umask_gives(run, folder, monkeypatch, package):
+    if package:
+        pytest.importorskip("safetensors", reason="needs the package safetensors")
+    else:
+        monkeypatch.setattr(convert, "safetensors", None)
+    before = os.umask(0o027)
+    try:
+        assert run(convert, "import", "src", "a.pt")[0] is None
+        assert run(convert, "export", "a.pt", "dst")[0] is None
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (Path("a.pt"), *Path("dst").iterdir())}
+    assert len(modes) == 5 and modes == dict.fromkeys(modes, 0o640)
+    assert Path("dst").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize("closed", [["stdout"], ["stdout", "stderr"]])
+def test_nobody_has_to_read_what_it_prints(run, folder, monkeypatch, closed):
+    """After `convert.py ... >&-` Python has no sys.stdout."""
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    assert run(convert, "import", "src", "a.pt")[0] is None
+    assert run(convert, "export", "a.pt", "dst")[0] is None
+    assert Path("dst/config.json").exists()
+    assert run(convert, "--help")[0] == 0
+    assert run(convert)[0].startswith("error: ")
