@@ -5,15 +5,16 @@ Published checkpoints in, ours out.
     python extras/convert.py export out/NAME/ckpt.pt DST  # then WiolaForCausalLM.from_pretrained("DST")
 
 SRC and DST are folders with config.json, model.safetensors or pytorch_model.bin (SRC: or the parts that an
-index.json names), and tokenizer.json, in the layouts of wiola13m 1.0.1, wiola 0.1.1, and Silia v2 with its
-port silia-v2-hf. `load_reference` makes a model of the contents of a config.json and the tensors, in Python.
-Nothing in the files is executed.
+index.json names), tokenizer.json and generation_config.json, in the layouts of wiola13m 1.0.1, wiola 0.1.1,
+and, as SRC only, Silia v2 with its port silia-v2-hf. `load_reference` makes a model of the contents of a
+config.json and the tensors, in Python. Nothing in the files is executed.
 """
 
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -29,6 +30,7 @@ from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
 from support.runtime import out_of_memory, run_main
 from support.settings import CommandLine, check_type
+from tokenizer import ENDS
 
 # ----------------------------------------------------------------------------------------------------------
 # The layouts
@@ -324,6 +326,41 @@ def write_tokenizer(tokenizer, sink, folder):
                folder / "tokenizer_config.json")
 
 
+# The options of sample.py that generation_config.json knows: type, what a file without it means, and null.
+SAMPLING = {"temperature": (float, 1.0, 1.0), "top_k": (int, 50, 0), "top_p": (float, 1.0, 1.0)}
+
+
+def read_generation(path, tokenizer):
+    """A generation_config.json -> ({option of sample.py: value}, a remark on where texts end, or "").
+
+    There are no options if the file does not say how to sample.
+    """
+    file, remark = read_json(path), ""
+    ends = file.get("eos_token_id")
+    stop = next((name for name in ENDS if tokenizer and name in tokenizer.specials), None)
+    if stop and ends not in (None, tokenizer.specials[stop], [tokenizer.specials[stop]]):
+        remark = f"A text ends at eos_token_id={ends} there; sample.py stops at {stop} only."
+    if file.get("do_sample") is False:
+        return {"temperature": 0.0}, remark
+    options = {}
+    if not file.keys() & {"do_sample", *SAMPLING}:
+        return options, remark
+    for name, (kind, absent, null) in SAMPLING.items():
+        x = file.get(name, absent)
+        options[name] = check_type(f"{path}: {name}", kind, null if x is None else x)
+    return options, remark
+
+
+def write_generation(options, tokenizer, sink, path):
+    """The other way round; without options, what sample.py does by itself."""
+    options = options or {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    file = {"do_sample": True} | options if options["temperature"] else {"do_sample": False}
+    if tokenizer:
+        end = tokenizer.end_of_text
+        file |= {"bos_token_id": tokenizer.specials.get(sink, end), "eos_token_id": end}
+    write_json(file, path)
+
+
 def write_json(x, path):
     path.write_text(json.dumps(x, indent=2) + "\n", encoding="utf-8")
 
@@ -349,13 +386,22 @@ def import_folder(source, target, tokenizer_path=None):
     path = tokenizer_path or source / "tokenizer.json"
     if tokenizer_path or os.path.lexists(path):  # a link to nowhere is not "no tokenizer"
         tokenizer = import_tokenizer(path, model, "num_blocks" in config)
+    path, options, remark = source / "generation_config.json", {}, ""
+    if os.path.lexists(path):
+        options, remark = read_generation(path, tokenizer)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 0, "best_val_loss": math.inf, "model": model.state_dict(),
                      "optimizer": {}, "scaler": {}, "model_config": asdict(model.config), "train_config": {},
-                     "tokenizer": tokenizer_to_json(tokenizer) if tokenizer else ""}, target)
+                     "tokenizer": tokenizer_to_json(tokenizer) if tokenizer else "",
+                     "generation": options}, target)  # for export: sample.py has options of its own
     print(f"{target}: {sum(p.numel() for p in model.parameters()):,} parameters.")
     if not tokenizer:
         print("It has no tokenizer, so it cannot generate text: import it again with --tokenizer FILE.")
+    if options:
+        words = [f"--{name} {x}" for name, x in options.items()]
+        print("Recommended there: python sample.py --checkpoint", shlex.quote(str(target)), *words)
+    if remark:
+        print(remark)
 
 
 def export_folder(source, target):
@@ -364,18 +410,22 @@ def export_folder(source, target):
     checkpoint = load_checkpoint(source)
     model = load_model(checkpoint)
     config, tensors = to_reference(model)
+    need(model.config.block != "silia", "Silia v2 is only imported: the tensor names of its port are not "
+         "known, so nothing else could read the folder. Share the checkpoint itself.")
     tokenizer = tokenizer_from_json(checkpoint["tokenizer"]) if checkpoint["tokenizer"] else None
     end = tokenizer and tokenizer.end_of_text
-    if "hidden_size" in config:  # for the packages, whose defaults are tokens of other tokenizers
-        config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
-                   "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
+               "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}  # not the packages' defaults
+    options, sink = checkpoint.get("generation"), model.config.sink_token
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         write_json(config, temporary / "config.json")
         write_tensors(tensors, temporary)
+        if tokenizer or options:
+            write_generation(options, tokenizer, sink, temporary / "generation_config.json")
         if tokenizer:
-            write_tokenizer(tokenizer, model.config.sink_token, temporary)
+            write_tokenizer(tokenizer, sink, temporary)
         temporary.rename(target)
     except OSError as error:
         raise OSError(f"cannot write {target}: {error.strerror or error}.") from None
