@@ -40,7 +40,7 @@ def load_checkpoint(path):
     except FileNotFoundError:
         raise ValueError(f"there is no checkpoint {path}.") from None
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
+        raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
     except Exception as error:  # a damaged file can end in any of a dozen errors
         if out_of_memory(error):
             raise

@@ -265,9 +265,11 @@ def new_folder(name):
             for path in folder.iterdir():  # what is renamed must be on the disk
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
-        if os.path.lexists(DATA / name):
+        if not os.path.lexists(DATA / name):
+            with contextlib.suppress(OSError):  # of two processes that get here at once, one is too late
+                os.rename(folder, DATA / name)
+        if folder.exists():
             raise FileExistsError(f"{DATA / name} exists already: another process has made it meanwhile.")
-        os.rename(folder, DATA / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
