@@ -1,9 +1,10 @@
 """
-Train a language model: one device, one plain loop, exact resume.
+Train a language model: one plain loop, exact resume.
 
     python train.py config/tiny.py                      the embedded storybook, minutes on a CPU
     python train.py config/nano.py --batch_size=16      any field by name; --help lists them all
     python train.py config/tiny.py --resume             go on after Ctrl-C, a crash or a kill
+    torchrun --standalone --nproc_per_node=2 train.py config/nano.py    the same steps by two processes
 
 Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
 batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
@@ -13,6 +14,7 @@ In this order: settings, data, optimizers, the run. What is imported from suppor
 files that are whole or absent, errors in a sentence) and reports on it; none of it changes what is learned.
 """
 
+import itertools
 import math
 import signal
 import sys
@@ -22,12 +24,12 @@ from pathlib import Path
 
 from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
                              sink_id)
-from support.settings import outlines, read_settings
+from support.settings import answer_early, read_settings
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
-    # So that --help and misspelt options do not wait for PyTorch
-    run_main(lambda: read_settings(sys.argv[1:], *outlines("train.py", "model.py")))
+if __name__ == "__main__":
+    run_main(lambda: answer_early("train.py", "model.py"))  # --help and misspelt options: before PyTorch loads
 
 import numpy as np
 import torch
@@ -35,8 +37,8 @@ from tqdm import tqdm
 
 import prepare
 from model import LanguageModel, ModelConfig
-from support import need
-from support.checkpoint import Run, check_finite, load_model, new_model, starting_checkpoint
+from support import need, parallel
+from support.checkpoint import check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
 
@@ -57,6 +59,7 @@ class TrainConfig:
     chunked_loss: bool = False  # the loss without all logits at once: much less memory; often faster on a CPU
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
+    windows: str = "stream"  # where they are cut: stream (anywhere), documents (where one begins)
     grad_accum: int = 1  # micro-batches in a step, their gradients added up: less memory, the same step
     optimizer: str = "adamw"  # adamw; muon: torch.optim.Muon for the blocks' matrices, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
@@ -93,6 +96,7 @@ class TrainConfig:
              "data is the name of one folder, under data/.")
         need(self.compile in ("auto", "on", "off"), "compile is one of auto, on, off.")
         need(self.optimizer in ("adamw", "muon"), "optimizer is adamw or muon.")
+        need(self.windows in ("stream", "documents"), "windows is stream or documents.")
         need(self.schedule in ("cosine", "cooldown"), "schedule is cosine or cooldown.")
         need(0 <= self.cooldown <= 1, "cooldown is a share of max_steps, between 0 and 1.")
         need(not (self.resume and self.init_from), "resume and init_from exclude each other.")
@@ -102,13 +106,17 @@ class TrainConfig:
 # Data
 
 
-def get_batch(ids, step, config, context, sink=None):
+def get_batch(ids, step, config, context, sink=None, end_of_text=None):
     """Return the windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context).
 
-    sink is a token id, or None: it takes the place of the first input, and the targets stay.
+    sink is a token id, or None: it takes the place of the first input, and the targets stay. With
+    windows="documents" a window begins where the document that was drawn does, after `end_of_text`: what a
+    name refers to then stands in the same window, which is what teaches a model to look back.
     """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
+    if config.windows == "documents":
+        starts = [document_start(ids, start, end_of_text, context) for start in starts]
     windows = np.stack([ids[start : start + context + 1] for start in starts])
     windows = torch.from_numpy(windows.astype(np.int64))  # (batch_size, context + 1)
     inputs = windows[:, :-1].clone()
@@ -118,36 +126,77 @@ def get_batch(ids, step, config, context, sink=None):
     return inputs, targets
 
 
-def validation_batches(ids, end_of_text, context, batch_size, sink=None):
-    """Yield (inputs, targets): each token of `ids` is a target once, the first one after an end-of-text."""
+def document_start(ids, position, end_of_text, furthest):
+    """Return the position of the end-of-text before ids[position], or 0; if that is too far back, `position`."""
+    before = ids[max(0, position - furthest) : position]
+    ends = np.flatnonzero(before == end_of_text)
+    if len(ends):
+        return position - len(before) + ends[-1]
+    return 0 if position <= furthest else position
+
+
+def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream"):
+    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once.
+
+    A target that does not count is -100. The first input is an end-of-text, which stands before the stream.
+    """
     stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
-    inputs = stream[:-1].clone()
-    targets = stream[1:]
-    if sink is not None:
-        inputs[::context] = sink  # the first of each window
-    whole = len(ids) // context * context  # tokens in full windows; the last, shorter one goes alone
-    if whole:
-        full_inputs = inputs[:whole].view(-1, context)  # (whole,) -> (windows, context)
-        full_targets = targets[:whole].view(-1, context)
-        yield from zip(full_inputs.split(batch_size), full_targets.split(batch_size))
-    if whole < len(ids):
-        yield inputs[None, whole:], targets[None, whole:]
+    if windows == "documents":
+        bounds = document_windows(ids, end_of_text, context)
+    else:
+        bounds = ((start, start, min(start + context, len(ids))) for start in range(0, len(ids), context))
+    while batch := list(itertools.islice(bounds, batch_size)):
+        width = max(end - start for start, _, end in batch)
+        inputs = torch.full((len(batch), width), end_of_text)
+        targets = torch.full((len(batch), width), -100)
+        for row, (start, counted, end) in enumerate(batch):
+            inputs[row, : end - start] = stream[start:end]
+            targets[row, counted - start : end - start] = stream[counted + 1 : end + 1]
+        if sink is not None:
+            inputs[:, 0] = sink
+        yield inputs, targets
+
+
+def document_windows(ids, end_of_text, context):
+    """Yield (start, counted, end) of windows ids[start:end] in which ids[counted:end] are to be predicted.
+
+    A window begins where a document does and takes whole documents while they fit. One that is longer than
+    the context is continued by windows that begin half a context before what is left of it.
+    """
+    start = counted = end = 0
+    for document_end in [*(np.flatnonzero(ids == end_of_text) + 1).tolist(), len(ids)]:
+        if document_end - start > context and end > counted:
+            yield start, counted, end
+            start = counted = end
+        while document_end - start > context:
+            yield start, counted, start + context
+            counted = start + context
+            start = counted - context // 2
+        end = document_end
+    if end > counted:
+        yield start, counted, end
 
 
 @torch.no_grad()
-def evaluate(model, ids, tokenizer, batch_size, autocast):
-    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text)."""
+def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
+    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
+
+    With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
+    model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
+    """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
     device = next(model.parameters()).device
     sink = sink_id(model.config, tokenizer)
     nats = 0.0
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink):
+    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows)
+    for x, y in parallel.own_items(batches):
         with autocast:
             _, loss = model(x.to(device), y.to(device))
-        nats += loss.item() * y.numel()
+        nats += loss.item() * (y != -100).sum().item()
     model.train()
+    [nats] = parallel.total([nats])
     return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
 
 
@@ -156,7 +205,7 @@ def evaluate(model, ids, tokenizer, batch_size, autocast):
 
 
 def learning_rate(step, config):
-    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
+    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1; later it stays.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
     min_lr. With schedule="cooldown" (Silia) the rate stays at its peak until the last share `cooldown` of the
@@ -165,6 +214,7 @@ def learning_rate(step, config):
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
         return config.lr * (step + 1) / warm
+    step = min(step, config.max_steps)
     start = warm  # of the cosine
     if config.schedule == "cooldown":
         start = max(warm, (1 - config.cooldown) * config.max_steps)
@@ -230,12 +280,14 @@ def train(config, model_config):
     """Train a model as the two configs say: set up, then step after step. Results are in out/<run>/."""
     # Where to compute and how precisely: weights are float32, matrix products under autocast are in dtype
     device, dtype = choose_device(config.device, config.dtype)
+    parallel.share_work(config, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
 
     # Token ids of both splits (on disk), their tokenizer, and what prepare.py noted about them
-    if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
-        prepare.storybook(config.data, model_config.vocab_size)
+    with parallel.first_alone():
+        if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
+            prepare.storybook(config.data, model_config.vocab_size)
     (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
@@ -243,19 +295,21 @@ def train(config, model_config):
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/
     run = set_up(config, model_config, meta, device, dtype)
     print_plan(config, run.model, meta, device, dtype, len(val_ids))
-    first_batch = get_batch(train_ids, run.start, config, model_config.context, sink)
-    forward = compile_training(run.model, config, device, autocast, first_batch)
+    batch_options = (config, model_config.context, sink, tokenizer.end_of_text)
+    first_rows = parallel.own_rows(*get_batch(train_ids, run.start, *batch_options))
+    forward = compile_training(run.model, config, device, autocast, first_rows)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
     run.open_folder()
 
     step = run.start  # how many are done
-    with interruptible() as stop, run.log.file, progress.bar:
+    with (interruptible() as stop, run.log.file, progress.bar,
+          parallel.save_if_another_ends(lambda: run.stop(step, progress))):
         if step == 0:
             evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
-        while step < config.max_steps and not stop:
-            # The batch of this step, and its learning rate
+        while step < config.max_steps and not parallel.anyone_stops(stop):
+            # The batch of this step (of several processes, each takes its rows), and its learning rate
             began = time.perf_counter()
-            x, y = get_batch(train_ids, step, config, model_config.context, sink)
+            x, y = parallel.own_rows(*get_batch(train_ids, step, *batch_options))
             lr = set_rates(run.optimizers, step, config)
 
             # Forward and backward, one micro-batch after the other: their gradients add up
@@ -267,6 +321,7 @@ def train(config, model_config):
                 step_loss += loss.item() / config.grad_accum
                 if model_config.token_merging != "off":
                     merge_ratios.append(run.model.merge_ratio())
+            step_loss, *merge_ratios = parallel.average(run.model, [step_loss, *merge_ratios])
 
             # Clip the gradient and step
             norm = clip_and_step(run.model, run.optimizers, run.scaler, config.grad_clip)
@@ -299,7 +354,7 @@ def set_up(config, model_config, meta, device, dtype):
         keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(config, model, optimizers, scaler, meta["tokenizer"])
+    run = parallel.Run(config, model, optimizers, scaler, meta["tokenizer"])
     if config.resume:
         run.resume(checkpoint)
     return run
@@ -308,8 +363,8 @@ def set_up(config, model_config, meta, device, dtype):
 def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast):
     """Evaluate, complete the row and log it, save the run, show a sample."""
     config = run.config
-    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, config.batch_size // config.grad_accum,
-                                       autocast)
+    n_windows = config.batch_size // config.grad_accum // parallel.n_processes()  # at once, as in training
+    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
     run.log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
@@ -336,16 +391,18 @@ def sample_text(model, tokenizer, config):
     return tokenizer.decode(ids)
 
 
+@parallel.processes()
 def read_and_train():
-    """Read the command line and train."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Read the command line and train, alone or as one of several processes."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)
     config.out = config.out or (file.stem if file else "nano")
     train(config, model_config)
 
 
 def main():
-    run_main(read_and_train, interrupted="interrupted.")
+    run_main(read_and_train, interrupted="interrupted.", stdout_may_end=True)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 
 import storybook
 from support import need
-from support.runtime import open_model, run_main, sink_ids
+from support.runtime import open_model, run_main, start_ids
 from support.settings import CommandLine
 
 KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
@@ -115,7 +116,7 @@ def recognise(text):
 def generate_stories(model, tokenizer, n, temperature, seed, batch=50):
     """n stories as the model generates them; one that does not end within the context is cut there."""
     generator = torch.Generator(model.head_weight.device).manual_seed(seed)
-    start = sink_ids(model.config, tokenizer) + [tokenizer.end_of_text]
+    start = start_ids(model.config, tokenizer)
     texts = []
     while len(texts) < n:
         idx = torch.tensor([start] * min(batch, n - len(texts)), device=generator.device)
@@ -170,7 +171,7 @@ class Annotator(storybook.Teller):
 def losses_by_kind(model, tokenizer, n, seed):
     """{kind: (tokens, nats, nats of the floor)} over n validation stories, each read from its beginning."""
     tokens, nats, floor = defaultdict(int), defaultdict(float), defaultdict(float)
-    start = sink_ids(model.config, tokenizer) + [tokenizer.end_of_text]
+    start = start_ids(model.config, tokenizer)
     for i in range(n):
         story = Annotator(random.Random(seed << 32 | i)).tell(storybook.BOOK)
         ids = tokenizer.encode(story.text) + [tokenizer.end_of_text]
@@ -178,7 +179,7 @@ def losses_by_kind(model, tokenizer, n, seed):
         if idx.size(1) - 1 > model.config.context:
             continue
         logits = model(idx[:, :-1])[0][0, len(start) - 1:]
-        loss = torch.nn.functional.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
+        loss = F.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
         kinds = ["grammar"] * (len(story.text.encode("utf-8")) + 1)
         for begin, end, kind in story.spans:
             kinds[begin:end] = [kind] * (end - begin)
@@ -210,7 +211,8 @@ def judge_checkpoint():
         print(f"{kind:<20}{tokens:>8,}{nats / tokens:>11.4f}{floor / tokens:>9.4f}")
     for temperature in (1.0, 0.7):
         shares = judge(generate_stories(model, tokenizer, args.n, temperature, args.seed))
-        print(f"temperature {temperature}: " + ", ".join(f"{what} {share:.1%}" for what, share in shares.items()))
+        found = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
+        print(f"temperature {temperature}: {found}")
 
 
 def main():

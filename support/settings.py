@@ -14,6 +14,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import os
 import re
 import sys
 from dataclasses import fields, make_dataclass
@@ -32,6 +33,12 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message):
+        # argparse takes what begins with "-" for an option, never for a value
+        option = re.search(r"(--\w+): expected .*argument", message)
+        if option:
+            message += f'; one that begins with "-" is written {option[1]}="-x"'
+        elif "are required: " in message and any(word[:1] == "-" for word in sys.argv[1:]):
+            message += '; one that begins with "-" goes behind "--", as in -- "-x"'
         raise ValueError(message)
 
 
@@ -51,11 +58,17 @@ def read_settings(arguments, *classes):
     return file, [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
 
 
-def outlines(*names):
-    """Return the dataclasses in the repository's files of these names, fields and no methods, imports undone.
+def answer_early(*names):
+    """Answer --help and refuse what is misspelt, before the files that have the settings can be imported.
 
-    `read_settings` of these answers --help and refuses what is misspelt before PyTorch is imported.
+    Not under torchrun: one of the processes is to answer, and they do not know each other yet.
     """
+    if "RANK" not in os.environ:
+        read_settings(sys.argv[1:], *outlines(*names))
+
+
+def outlines(*names):
+    """Return the dataclasses in the repository's files of these names: fields and no methods, not imported."""
     found = []
     texts = [(Path(__file__).parent.parent / name).read_text(encoding="utf-8") for name in names]
     for text, node in [(text, node) for text in texts for node in ast.parse(text).body]:
