@@ -38,6 +38,7 @@ def parse_arguments():
     option("--no_stop", action="store_true", help="go on after the end of a document")
     option("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps")
     option("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    option("--threads", type=int, default=0, help="of a CPU; 0: OMP_NUM_THREADS, or the fastest number")
     option("--compile", action="store_true", help="takes a while, then twice as fast")
     args = parser.parse_args()
     need(args.num_samples >= 1, "--num_samples must be at least 1.")
@@ -140,7 +141,7 @@ def run():
     path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     options["n_ids"] = tokenizer.vocab_size  # the model may have more rows than the tokenizer has tokens
-    options["cache"] = prepare_decoding(model, args.compile)
+    options["cache"] = prepare_decoding(model, args.compile, args.threads)
     options["generator"] = torch.Generator(model.embedding.weight.device).manual_seed(args.seed)
     if args.chat:
         results = chat(model, tokenizer, options)

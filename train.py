@@ -8,7 +8,8 @@ Train a language model: one plain loop, exact resume.
 
 Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
 batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
-resumed ends, on a CPU, with the same weights to the last bit as one that was not.
+resumed ends, on a CPU and with the same number of threads, with the same weights to the last bit as one that
+was not. (The threads are as many as cores are free at the start; --threads sets them.)
 
 In this order: settings, data, optimizers, the run. What is imported from support/ makes it safe (interrupts,
 files that are whole or absent, errors in a sentence) and reports on it; none of it changes what is learned.
@@ -22,14 +23,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
-                             sink_id)
+from support.runtime import (choose_device, choose_threads, compile_training, interruptible,
+                             keep_freed_memory, run_main, sink_id)
 from support.settings import answer_early, read_settings
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
 if __name__ == "__main__":
-    run_main(lambda: answer_early("train.py", "model.py"))  # --help and misspelt options: before PyTorch loads
+    run_main(lambda: answer_early("train.py", "model.py"))  # --help, misspelt options: before PyTorch loads
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ class TrainConfig:
     init_from: str = ""  # start a new run from the weights of this checkpoint
     seed: int = 1337  # of the initial weights and of the batches
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    threads: int = 0  # of a CPU; 0: OMP_NUM_THREADS if it is set, else as many as cores are free at the start
     dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
     compile: str = "auto"  # torch.compile: auto (on CUDA, without token merging), on, off
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
@@ -280,6 +282,7 @@ def train(config, model_config):
     """Train a model as the two configs say: set up, then step after step. Results are in out/<run>/."""
     # Where to compute and how precisely: weights are float32, matrix products under autocast are in dtype
     device, dtype = choose_device(config.device, config.dtype)
+    choose_threads(config.threads)
     parallel.share_work(config, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support.runtime import keep_freed_memory, prepare_decoding, run_main
+from support.runtime import choose_threads, keep_freed_memory, prepare_decoding, run_main
 from support.settings import CommandLine, read_settings
 
 
@@ -96,6 +96,7 @@ def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
 
     if name != "published":
         keep_freed_memory()
+        choose_threads()
     model = build(name, T).train()
     model.chunked_loss = chunked
     forward = torch.compile(model) if compiled else model

@@ -141,7 +141,8 @@ def print_plan(config, model, meta, device, dtype, n_val):
     costs = budget(model)
     n = sum(costs["parameters"].values())
     print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
-    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}")
+    threads = f" with {torch.get_num_threads()} thread(s)" if device.type == "cpu" else ""
+    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}{threads}")
     print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
           f"{config.max_steps:,} steps are {config.max_steps * per_step / n_train:.2f} epochs")
     print(f"parameters  {n:,}")

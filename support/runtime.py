@@ -1,5 +1,5 @@
 """
-Device and dtype, compilation, memory, signals, the ends of scripts.
+Device and dtype, threads, compilation, memory, signals, the ends of scripts.
 
 PyTorch takes seconds to import, so only the functions that need it do: `run_main` serves scripts that answer
 --help at once.
@@ -7,10 +7,14 @@ PyTorch takes seconds to import, so only the functions that need it do: `run_mai
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
+import statistics
 import sys
+import time
+from pathlib import Path
 
 from support import need
 
@@ -43,6 +47,60 @@ def choose_device(device, dtype):
     if dtype not in allowed:
         raise ValueError(f"dtype={dtype!r} is not for this {kind} device; choices: {', '.join(allowed)}.")
     return torch.device(device), getattr(torch, dtype)
+
+
+def choose_threads(wanted=0):
+    """Have PyTorch compute with so many threads; 0: OMP_NUM_THREADS if it is set, else the free cores.
+
+    A thread that has no core to itself makes all others wait at each of the thousand places in a step where
+    they meet: beside one busy process, two threads on two cores train at half the speed of one.
+    """
+    import torch
+
+    cores = os.cpu_count() or 1
+    need(0 <= wanted <= cores, f"threads={wanted} must lie between 0 and {cores}, the cores of this machine.")
+    if not wanted and os.environ.get("OMP_NUM_THREADS"):
+        return
+    torch.set_num_threads(wanted or min(torch.get_num_threads(), free_cores()))
+
+
+def free_cores():
+    """Return how many cores this process may use that no other keeps busy just now, at least 1.
+
+    It may use those of its affinity, and of a container's quota.
+    """
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, int(min(allowed, core_quota(), round(cores - busy_cores(cores)))))
+
+
+def busy_cores(cores):
+    """Return how many of the cores are busy: for a third of a second or, where there is no /proc/stat, on
+    average in the last minute."""
+    try:
+        before = processor_times()
+        time.sleep(0.3)
+        spent = [after - b for b, after in zip(before, processor_times())]
+        return cores * (1 - (spent[3] + spent[4]) / max(1, sum(spent)))  # idle, waiting for a disk
+    except OSError:
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+
+
+def processor_times():
+    """Return what all cores have done since the start, in ticks: user, nice, system, idle, iowait, ..."""
+    words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    return [int(word) for word in words[1:9]]  # guests, which come after, are in user and nice already
+
+
+def core_quota(folder="/sys/fs/cgroup"):
+    """Return how many cores' time a container may use (cgroups, version 2 or 1), which sees them all."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            texts = [Path(folder, name).read_text(encoding="ascii") for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            if quota > 0:  # -1 is none
+                return quota / period
+    return math.inf
 
 
 def keep_freed_memory():
@@ -152,7 +210,44 @@ def compile_decoding(model, cache):
         raise ValueError(f"--compile failed: {first_line(error)}") from None
 
 
-def prepare_decoding(model, compiled=False):
+def choose_decoding_threads(model, cache, wanted=0):
+    """Have a CPU decode with so many threads; 0: OMP_NUM_THREADS, or 1 unless more are clearly faster.
+
+    All threads work on one token and meet in each of its matrix products, so for a small model more than one
+    bring nothing, and beside another busy process they lose much. A few tokens decide.
+    """
+    import torch
+
+    if wanted or os.environ.get("OMP_NUM_THREADS"):
+        choose_threads(wanted)
+        return
+    most, threads = min(torch.get_num_threads(), free_cores()), 1
+    torch.set_num_threads(1)
+    seconds = seconds_per_token(model, cache)
+    while threads < most:
+        more = min(2 * threads, most)
+        torch.set_num_threads(more)
+        faster = seconds_per_token(model, cache)
+        if faster > 0.8 * seconds:
+            torch.set_num_threads(threads)
+            break
+        threads, seconds = more, faster
+
+
+def seconds_per_token(model, cache):
+    """Decode four tokens and forget them -> the median of the last three's times."""
+    import torch
+
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    clock = []
+    for token in model.generate(start, 4, temperature=0, cache=cache):
+        token.item()  # a GPU has finished
+        clock.append(time.perf_counter())
+    cache.reset()
+    return statistics.median(after - before for before, after in zip(clock, clock[1:]))
+
+
+def prepare_decoding(model, compiled=False, threads=0):
     """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
     import torch
 
@@ -161,6 +256,8 @@ def prepare_decoding(model, compiled=False):
     weight = model.embedding.weight
     # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
     cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
+    if weight.is_cpu:
+        choose_decoding_threads(model, cache, threads)
     if compiled:
         compile_decoding(model, cache)
     elif weight.is_cpu and weight.dtype == torch.float32:

@@ -68,7 +68,7 @@ def answer_early(*names):
 
 
 def outlines(*names):
-    """Return the dataclasses in the repository's files of these names: fields and no methods, not imported."""
+    """Return the dataclasses in the repository's files of these names: their fields; nothing is imported."""
     found = []
     texts = [(Path(__file__).parent.parent / name).read_text(encoding="utf-8") for name in names]
     for text, node in [(text, node) for text in texts for node in ast.parse(text).body]:

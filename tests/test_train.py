@@ -423,6 +423,21 @@ def test_temporary_files_of_killed_runs_are_cleared(here, monkeypatch):
         assert sorted(path.name for path in Path("out", folder).iterdir()) == names
 
 
+def test_another_number_of_threads_is_told(here, monkeypatch, capsys):
+    """Sums are taken in another order then, so that no resume can be exact."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    try:
+        run(monkeypatch, "--max_steps=1", "--threads=3")
+        assert "device      cpu, computing in float32 with 3 thread(s)\n" in capsys.readouterr().out
+        run(monkeypatch, "--max_steps=2", "--threads=3", "--resume")
+        assert "last bits" not in capsys.readouterr().out
+        run(monkeypatch, "--max_steps=3", "--threads=2", "--resume")
+        assert "it had 3 thread(s) and has 2 now, so numbers will" in capsys.readouterr().out
+        assert load()["threads"] == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
     for steps in (1, 2, 3):
         assert run(monkeypatch, f"--max_steps={steps}") is None
