@@ -34,12 +34,13 @@ def parse_arguments():
     option("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     option("--top_k", type=int, default=0, help="draw among the k likeliest tokens only; 0: all")
     option("--top_p", type=float, default=1.0, help="draw among the likeliest that reach p")
-    option("--seed", type=int, default=1337, help="same seed, same text")
+    option("--seed", type=int, default=1337, help="same seed, same text (with the same --threads and --compile)")
     option("--no_stop", action="store_true", help="go on after the end of a document")
     option("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps")
     option("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     option("--threads", type=int, default=0, help="of a CPU; 0: OMP_NUM_THREADS, or the fastest number")
-    option("--compile", action="store_true", help="takes a while, then twice as fast")
+    option("--compile", nargs="?", const="on", default="auto", choices=("auto", "on", "off"),
+           help="takes a while, then twice as fast; auto: if there is so much to write that it pays")
     args = parser.parse_args()
     need(args.num_samples >= 1, "--num_samples must be at least 1.")
     need(args.max_new_tokens >= 0, "--max_new_tokens must not be negative.")
@@ -141,7 +142,8 @@ def run():
     path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     options["n_ids"] = tokenizer.vocab_size  # the model may have more rows than the tokenizer has tokens
-    options["cache"] = prepare_decoding(model, args.compile, args.threads)
+    answers = 10 if args.chat else args.num_samples  # for a chat, a guess
+    options["cache"] = prepare_decoding(model, args.compile, args.threads, answers * args.max_new_tokens)
     options["generator"] = torch.Generator(model.embedding.weight.device).manual_seed(args.seed)
     if args.chat:
         results = chat(model, tokenizer, options)

@@ -124,7 +124,7 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
     import torch
 
     model = build(name, 1024).to(getattr(torch, dtype)).eval()
-    cache = None if name == "published" else prepare_decoding(model, compiled)
+    cache = None if name == "published" else prepare_decoding(model, "on" if compiled else "off")
     ids = torch.randint(0, model.config.vocab_size, (batch, before + 16))
 
     def generate(n):

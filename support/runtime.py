@@ -18,6 +18,8 @@ from pathlib import Path
 
 from support import need
 
+COMPILING_SECONDS = 20  # what compiling a model for decoding takes on two idle cores, about
+
 
 def choose_device(device, dtype):
     """Names from the command line -> (torch.device, torch.dtype to compute in), or ValueError.
@@ -205,9 +207,29 @@ def compile_decoding(model, cache):
         start = torch.zeros(1, 3, dtype=torch.long, device=model.embedding.weight.device)
         for _ in model.generate(start, 3, cache=cache):
             pass
-        cache.reset()
     except Exception as error:  # whatever it is that compilers need
+        model.forward = plain
         raise ValueError(f"--compile failed: {first_line(error)}") from None
+    finally:
+        cache.reset()
+
+
+def compile_if_it_pays(model, cache, n_tokens):
+    """Compile if decoding n_tokens would take so long that half of it is more than compiling takes.
+
+    It says so, and that it failed, on stderr. Return whether the model is compiled now.
+    """
+    seconds = n_tokens * seconds_per_token(model, cache)
+    if seconds / 2 < COMPILING_SECONDS:
+        return False
+    print(f"[up to {n_tokens:,} tokens would take {seconds:.0f} s: compiling first, for about "
+          f"{COMPILING_SECONDS} s, which halves that; not with --compile=off]", file=sys.stderr)
+    try:
+        compile_decoding(model, cache)
+    except ValueError as error:
+        print(f"[{error}; going on without]", file=sys.stderr)
+        return False
+    return True
 
 
 def choose_decoding_threads(model, cache, wanted=0):
@@ -247,8 +269,12 @@ def seconds_per_token(model, cache):
     return statistics.median(after - before for before, after in zip(clock, clock[1:]))
 
 
-def prepare_decoding(model, compiled=False, threads=0):
-    """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
+def prepare_decoding(model, compile="off", threads=0, n_tokens=0):
+    """Make a model quick at decoding on its device -> a Cache to decode with.
+
+    compile  on, off, or auto: if it pays for n_tokens
+    threads  see `choose_decoding_threads`
+    """
     import torch
 
     from model import Cache
@@ -258,9 +284,12 @@ def prepare_decoding(model, compiled=False, threads=0):
     cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
     if weight.is_cpu:
         choose_decoding_threads(model, cache, threads)
+    compiled = compile == "on"
     if compiled:
         compile_decoding(model, cache)
-    elif weight.is_cpu and weight.dtype == torch.float32:
+    elif compile == "auto" and not weight.is_mps:
+        compiled = compile_if_it_pays(model, cache, n_tokens)
+    if not compiled and weight.is_cpu and weight.dtype == torch.float32:
         lay_out_by_columns(model)
     return cache
 
