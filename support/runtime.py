@@ -236,7 +236,8 @@ def choose_decoding_threads(model, cache, wanted=0):
     """Have a CPU decode with so many threads; 0: OMP_NUM_THREADS, or 1 unless more are clearly faster.
 
     All threads work on one token and meet in each of its matrix products, so for a small model more than one
-    bring nothing, and beside another busy process they lose much. A few tokens decide.
+    bring nothing, and beside another busy process they lose much. A few tokens decide. A prompt is read by
+    the threads of all free cores.
     """
     import torch
 
@@ -254,6 +255,9 @@ def choose_decoding_threads(model, cache, wanted=0):
             torch.set_num_threads(threads)
             break
         threads, seconds = more, faster
+    if threads < most:
+        model.register_forward_pre_hook(
+            lambda model, inputs: torch.set_num_threads(threads if inputs[0].size(1) == 1 else most))
 
 
 def seconds_per_token(model, cache):

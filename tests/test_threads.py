@@ -92,7 +92,11 @@ def test_decoding_takes_one_thread_unless_more_are_clearly_faster(machine, monke
     machine(busy)
     torch.set_num_threads(4)
     monkeypatch.setattr(runtime, "seconds_per_token", lambda *_: seconds[torch.get_num_threads()])
-    runtime.choose_decoding_threads(None, None)
+    model = torch.nn.Identity()
+    runtime.choose_decoding_threads(model, None)
     assert torch.get_num_threads() == chosen
+    for length, threads in ((5, min(4, 8 - busy)), (1, chosen)):  # of a prompt, and of one token
+        model(torch.zeros(1, length))
+        assert torch.get_num_threads() == threads
     runtime.choose_decoding_threads(None, None, 2)
     assert torch.get_num_threads() == 2
