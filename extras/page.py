@@ -39,7 +39,7 @@ UNIT = 1024  # logits are kept as whole numbers, in units of 1/1024
 def pack(numbers, kind):
     """An array as text: whole numbers of this NumPy type, gzip, base64."""
     data = np.ascontiguousarray(numbers, dtype=kind).tobytes()
-    return base64.b64encode(gzip.compress(data, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(data, 4, mtime=0)).decode("ascii")
 
 
 def in_255ths(weights):
