@@ -54,8 +54,8 @@ def in_255ths(weights):
     return whole + (rank < missing)
 
 
-def rounded(x, digits=4):
-    return np.round(x.double().numpy(), digits).tolist()
+def rounded(x):
+    return np.round(x.double().numpy(), 4).tolist()
 
 
 @torch.no_grad()
