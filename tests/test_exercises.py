@@ -465,7 +465,7 @@ def stranger(tmp_path_factory):
                                                 d_ff=48)).eval()
     with torch.no_grad():
         for p in net.parameters():
-            p *= 12 if p.dim() == 2 else 1
+            p *= 30 if p.dim() == 2 else 1
     path = tmp_path_factory.mktemp("stranger") / "ckpt.pt"
     save_checkpoint({"format": 1, "model": net.state_dict(), "model_config": vars(net.config),
                      "train_config": {}, "tokenizer": tokenizer_to_json(tokenizer), "step": 0, "optimizer": {},
@@ -476,9 +476,8 @@ def stranger(tmp_path_factory):
         ids = [tokenizer.end_of_text, *tokenizer.encode(text)][:256]
         weights = figures.attention(net, torch.tensor([ids]))
         for t in range(len(ids) - 1):
-            for s in range(t + 1):
-                if ids[t + 1] in names and ids[s] == ids[t + 1]:
-                    total += weights[:, :, t, s]
+            if ids[t + 1] in names:
+                total += sum(weights[:, :, t, s] for s in range(t + 1) if ids[s] == ids[t + 1])
     without = model.LanguageModel(dataclasses.replace(net.config, gate=False)).eval()
     without.load_state_dict(net.state_dict(), strict=False)
     idx = torch.tensor([ids])
