@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from support import need
-from support.runtime import open_model, prepare_decoding, run_main, sink_ids
+from support.runtime import open_model, prepare_decoding, run_main, start_ids
 from support.settings import CommandLine
 from tokenizer import StreamDecoder, encode_chat
 
@@ -50,15 +50,20 @@ def parse_arguments():
 
 
 def read_prompt(args):
-    """The text to continue, from an option, a file or a pipe; without the newline that ends a file."""
+    """The text to continue, from an option, a file or a pipe; without the newline that ends a file.
+
+    Line ends become LF, as in the training text.
+    """
     if args.prompt is not None:
-        return args.prompt
+        return args.prompt.replace("\r\n", "\n").replace("\r", "\n")
     try:
         if args.prompt_file is not None:
             return args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n")
         if sys.stdin is None or sys.stdin.isatty():
             return ""
-        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
+        print("[reading the prompt from stdin, up to its end]", file=sys.stderr)
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict", newline=None)  # None: any line end
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
@@ -85,7 +90,9 @@ def generate(model, tokenizer, ids, stops, options):
 def continue_prompt(model, tokenizer, prompt, args, options):
     """Print the prompt and a continuation, num_samples times. Return what `generate` returned each time."""
     text = prompt.removeprefix(model.config.sink_token)  # typing the sink makes no second one
-    ids = sink_ids(model.config, tokenizer) + (tokenizer.encode(text) or [tokenizer.end_of_text])
+    ids = start_ids(model.config, tokenizer) + tokenizer.encode(text)
+    if not text and model.config.sink_token:
+        ids.append(tokenizer.end_of_text)  # anything may follow a sink, and a new document follows this
     context = model.config.context
     if len(ids) > context:
         print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "
@@ -106,15 +113,17 @@ def chat(model, tokenizer, options):
     """
     end = tokenizer.specials.get("<|end|>")
     encode_chat(tokenizer, [("user", ""), ("assistant", None)])  # if the tokenizer cannot, say so at once
-    unread = sink_ids(model.config, tokenizer)  # ids that the cache has not read yet
+    unread = start_ids(model.config, tokenizer)  # ids that the cache has not read yet
     results = []
+    if sys.stdin:  # a byte that is not UTF-8 is no reason to end
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace", newline=None)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline() if sys.stdin else ""
         if not line:
             return results
         unread += tokenizer.encode("\n") if results else []
-        unread += encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
+        unread += encode_chat(tokenizer, [("user", line.rstrip("\n")), ("assistant", None)])
         answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options)
         results.append((answer, seconds))
         unread = answer[-1:]  # drawn, but not read yet

@@ -13,6 +13,7 @@ In this order: settings, data, optimizers, the run. What is imported from suppor
 files that are whole or absent, errors in a sentence) and reports on it; none of it changes what is learned.
 """
 
+import itertools
 import math
 import signal
 import sys
@@ -20,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
 
 import numpy as np
@@ -54,6 +55,7 @@ class TrainConfig:
     chunked_loss: bool = False  # the loss without all logits at once: much less memory; often faster on a CPU
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
+    windows: str = "stream"  # where they are cut: stream (anywhere), documents (where one begins)
     grad_accum: int = 1  # micro-batches in a step, their gradients added up: less memory, the same step
     optimizer: str = "adamw"  # adamw; muon: torch.optim.Muon for the blocks' matrices, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
@@ -90,6 +92,7 @@ class TrainConfig:
              "data is the name of one folder, under data/.")
         need(self.compile in ("auto", "on", "off"), "compile is one of auto, on, off.")
         need(self.optimizer in ("adamw", "muon"), "optimizer is adamw or muon.")
+        need(self.windows in ("stream", "documents"), "windows is stream or documents.")
         need(self.schedule in ("cosine", "cooldown"), "schedule is cosine or cooldown.")
         need(0 <= self.cooldown <= 1, "cooldown is a share of max_steps, between 0 and 1.")
         need(not (self.resume and self.init_from), "resume and init_from exclude each other.")
@@ -99,13 +102,17 @@ class TrainConfig:
 # Data
 
 
-def get_batch(ids, step, config, context, sink=None):
+def get_batch(ids, step, config, context, sink=None, end_of_text=None):
     """Return the windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context).
 
-    sink is a token id, or None: it takes the place of the first input, and the targets stay.
+    sink is a token id, or None: it takes the place of the first input, and the targets stay. With
+    windows="documents" a window begins where the document that was drawn does, after `end_of_text`: what a
+    name refers to then stands in the same window, which is what teaches a model to look back.
     """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
+    if config.windows == "documents":
+        starts = [document_start(ids, start, end_of_text, context) for start in starts]
     windows = np.stack([ids[start : start + context + 1] for start in starts])
     windows = torch.from_numpy(windows.astype(np.int64))  # (batch_size, context + 1)
     inputs = windows[:, :-1].clone()
@@ -115,35 +122,74 @@ def get_batch(ids, step, config, context, sink=None):
     return inputs, targets
 
 
-def validation_batches(ids, end_of_text, context, batch_size, sink=None):
-    """Yield (inputs, targets): each token of `ids` is a target once, the first one after an end-of-text."""
+def document_start(ids, position, end_of_text, furthest):
+    """Return the position of the end-of-text before ids[position], or 0; `position` if both are too far back."""
+    before = ids[max(0, position - furthest) : position]
+    ends = np.flatnonzero(before == end_of_text)
+    if len(ends):
+        return position - len(before) + ends[-1]
+    return 0 if position <= furthest else position
+
+
+def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream"):
+    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once.
+
+    A target that does not count is -100. The first input is an end-of-text, which stands before the stream.
+    """
     stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
-    inputs = stream[:-1].clone()
-    targets = stream[1:]
-    if sink is not None:
-        inputs[::context] = sink  # the first of each window
-    whole = len(ids) // context * context  # tokens in full windows; the last, shorter one goes alone
-    if whole:
-        full_inputs = inputs[:whole].view(-1, context)  # (whole,) -> (windows, context)
-        full_targets = targets[:whole].view(-1, context)
-        yield from zip(full_inputs.split(batch_size), full_targets.split(batch_size))
-    if whole < len(ids):
-        yield inputs[None, whole:], targets[None, whole:]
+    if windows == "documents":
+        bounds = document_windows(ids, end_of_text, context)
+    else:
+        bounds = ((start, start, min(start + context, len(ids))) for start in range(0, len(ids), context))
+    while batch := list(itertools.islice(bounds, batch_size)):
+        width = max(end - start for start, _, end in batch)
+        inputs = torch.full((len(batch), width), end_of_text)
+        targets = torch.full((len(batch), width), -100)
+        for row, (start, counted, end) in enumerate(batch):
+            inputs[row, : end - start] = stream[start:end]
+            targets[row, counted - start : end - start] = stream[counted + 1 : end + 1]
+        if sink is not None:
+            inputs[:, 0] = sink
+        yield inputs, targets
+
+
+def document_windows(ids, end_of_text, context):
+    """Yield (start, counted, end) of windows ids[start:end] in which ids[counted:end] are to be predicted.
+
+    A window begins where a document does and takes whole documents while they fit. One that is longer than
+    the context is continued by windows that begin half a context before what is left of it.
+    """
+    start = counted = end = 0
+    for document_end in [*(np.flatnonzero(ids == end_of_text) + 1).tolist(), len(ids)]:
+        if document_end - start > context and end > counted:
+            yield start, counted, end
+            start = counted = end
+        while document_end - start > context:
+            yield start, counted, start + context
+            counted = start + context
+            start = counted - context // 2
+        end = document_end
+    if end > counted:
+        yield start, counted, end
 
 
 @torch.no_grad()
-def evaluate(model, ids, tokenizer, batch_size, autocast):
-    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text)."""
+def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
+    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
+
+    windows="stream" cuts where a window is full, as published numbers do: a model cannot know what stood before.
+    With "documents" it reads each from its beginning, and can reach the entropy of the text.
+    """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
     device = next(model.parameters()).device
     sink = sink_id(model.config, tokenizer)
     nats = 0.0
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink):
+    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows):
         with autocast:
             _, loss = model(x.to(device), y.to(device))
-        nats += loss.item() * y.numel()
+        nats += loss.item() * (y != -100).sum().item()
     model.train()
     return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
 
@@ -153,7 +199,7 @@ def evaluate(model, ids, tokenizer, batch_size, autocast):
 
 
 def learning_rate(step, config):
-    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
+    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1; later it stays.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
     min_lr. With schedule="cooldown" (Silia) the rate stays at its peak until the last share `cooldown` of the
@@ -162,6 +208,7 @@ def learning_rate(step, config):
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
         return config.lr * (step + 1) / warm
+    step = min(step, config.max_steps)
     start = warm  # of the cosine
     if config.schedule == "cooldown":
         start = max(warm, (1 - config.cooldown) * config.max_steps)
@@ -240,7 +287,8 @@ def train(config, model_config):
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/
     run = set_up(config, model_config, meta, device, dtype)
     print_plan(config, run.model, meta, device, dtype, len(val_ids))
-    first_batch = get_batch(train_ids, run.start, config, model_config.context, sink)
+    batch_options = (config, model_config.context, sink, tokenizer.end_of_text)
+    first_batch = get_batch(train_ids, run.start, *batch_options)
     forward = compile_training(run.model, config, device, autocast, first_batch)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
     run.open_folder()
@@ -252,7 +300,7 @@ def train(config, model_config):
         while step < config.max_steps and not stop:
             # The batch of this step, and its learning rate
             began = time.perf_counter()
-            x, y = get_batch(train_ids, step, config, model_config.context, sink)
+            x, y = get_batch(train_ids, step, *batch_options)
             lr = set_rates(run.optimizers, step, config)
 
             # Forward and backward, one micro-batch after the other: their gradients add up
@@ -305,8 +353,8 @@ def set_up(config, model_config, meta, device, dtype):
 def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast):
     """Evaluate, complete the row and log it, save the run, show a sample."""
     config = run.config
-    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, config.batch_size // config.grad_accum,
-                                       autocast)
+    n_windows = config.batch_size // config.grad_accum  # at once, as in training
+    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
     run.log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
@@ -335,14 +383,15 @@ def sample_text(model, tokenizer, config):
 
 def read_and_train():
     """Read the command line and train."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)
     config.out = config.out or (file.stem if file else "nano")
     train(config, model_config)
 
 
 def main():
-    run_main(read_and_train, interrupted="interrupted.")
+    run_main(read_and_train, interrupted="interrupted.", stdout_may_end=True)
 
 
 if __name__ == "__main__":

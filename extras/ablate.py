@@ -1,11 +1,12 @@
 """
 Do the papers' ideas help? Every variant is trained in the same way, with several seeds; one table compares.
 
-    python extras/ablate.py                              the storybook, all variants, three seeds
+    python extras/ablate.py                              the storybook, all variants
     python extras/ablate.py --data slice --jobs 2        other data, two runs at a time
     python extras/ablate.py --data slice --table         what is there so far, without training
 
-A run of the default 1,000 steps takes two to three minutes of one core; there are 39.
+First each variant runs at three learning rates (--lr_factors times its own) with one seed, then at its best
+one with the other seeds. A run of 1,000 steps takes two to three minutes of one core; there are 85.
 
 Any data of prepare.py will do. A slice of TinyStories, about 13 MB, from the download of `python prepare.py`:
 
@@ -13,15 +14,15 @@ Any data of prepare.py will do. A slice of TinyStories, about 13 MB, from the do
     python prepare.py --name slice --input slice.txt --vocab_size 4096
 
 All models are as large as Nano here: the inner width of the feed-forward is chosen so that as many parameters
-are in use. All see the same tokens, in the same batches for the same seed. The learning rate is one for all,
-between the 2e-3 of config/tiny.py and the 4e-3 of config/helix_tiny.py; nobody's was tuned. Silia alone has
-its own optimizer, rate and schedule, those of config/silia_tiny.py.
+are in use. All see the same tokens, in the same batches for the same seed. Silia alone has its own optimizer
+and schedule, those of config/silia_tiny.py.
 
 Each run is one of train.py's; the last column of out/ablate-<data>.csv has its options, all but --seed. Runs
 that are in this file are not repeated, and a run that was stopped goes on from its checkpoint. What stays of
-it in the end is out/ablate-<data>-<variant>-<seed>/log.csv.
+it in the end is out/ablate-<data>-<variant>-<learning rate>-<seed>/log.csv.
 
-The loss is that on the first 65,536 tokens of the validation split after the last step, in nats per token.
+The loss is that on the first 65,536 tokens of the validation split after the last step, in nats per token,
+in the windows of training: on the storybook, each story from its beginning.
 Intervals are 95%, by Student's t over the seeds; the difference to Nano is taken seed by seed, as the batches
 are the same. A core-second is a second of processor time, which a busy machine hardly stretches; the three
 evaluations of a run are included.
@@ -30,6 +31,7 @@ evaluations of a run are included.
 import argparse
 import csv
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -47,7 +49,7 @@ import torch
 
 import prepare
 import train
-from model import LanguageModel, ModelConfig
+from model import PARTS, CrossLayerAttention, DualStream, LanguageModel, ModelConfig
 from support import need
 from support.checkpoint import load_checkpoint, saved_config
 from support.corpus import open_data
@@ -57,8 +59,33 @@ from train import TrainConfig
 
 BASE = dict(context=256, n_layer=3, d_model=128, n_head=8, device="cpu", batch_size=4, lr=3e-3, min_lr=1e-4,
             warmup=0.1, weight_decay=0.0, sample_tokens=0)
-DATA = {"storybook": dict(embedding_std=0.3)}  # see config/tiny.py
+DATA = {"storybook": dict(embedding_std=0.3, windows="documents")}  # see config/tiny.py
 NANO_FF = 256  # d_ff of Nano; that of the others follows
+
+
+class WithoutOutputGate(CrossLayerAttention):
+    """Cross-layer attention whose heads are joined as they are."""
+
+    def __init__(self, config, name):
+        super().__init__(config, name)
+        self.gate = AlwaysOpen()
+
+
+class AlwaysOpen(torch.nn.Module):
+    def forward(self, x):
+        return x.new_tensor(math.inf)  # its sigmoid is 1
+
+
+class ScalarBlend(DualStream):
+    """Two streams, blended by one number for each token, not by one for each coordinate."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.fuse = torch.nn.Linear(2 * config.d_model, 1, bias=False)
+
+
+PARTS["mixer"]["without_output_gate"] = WithoutOutputGate
+PARTS["ffn"]["scalar_blend"] = ScalarBlend
 
 HELIX = dict(n_kv_head=4, position="helix", mixer="cross_layer", ffn="dual_stream", norm="offset_rms",
              init="normal")
@@ -72,7 +99,10 @@ VARIANTS = {
     "helix": HELIX,
     "helix-no-summaries": HELIX | dict(lookback=0),
     "helix-no-radius": HELIX | dict(radial_amplitude=0.0),
+    "helix-no-offset": HELIX | dict(norm="rms"),
+    "helix-no-output-gate": HELIX | dict(mixer="without_output_gate"),
     "helix-one-stream": HELIX | dict(ffn="swiglu"),
+    "helix-scalar-blend": HELIX | dict(ffn="scalar_blend"),
     "helix-merge-0.92": HELIX | dict(token_merging="paper", merge_threshold=0.92),  # the published threshold
     "helix-merge-0.3": HELIX | dict(token_merging="paper", merge_threshold=0.3),  # merges to the end
     "silia": dict(d_model=72, n_head=2, d_head=72, position="mirrored", alpha=0.0, mixer="hydra",
@@ -121,7 +151,7 @@ def results(path):
 def run(path, options, variant, seed):
     """One run, by train.py's own loop, and its row in the csv file. Goes on from its checkpoint, if any."""
     config, model_config = configs(options | dict(seed=seed))
-    config.out = f"ablate-{config.data}-{variant}-{seed}"
+    config.out = f"ablate-{config.data}-{variant}-{config.lr:g}-{seed}"
     folder = Path("out") / config.out
     start = 0
     if (folder / "ckpt.pt").exists():
@@ -144,19 +174,31 @@ def run(path, options, variant, seed):
         (folder / name).unlink(missing_ok=True)
 
 
-def run_all(todo, jobs):
-    """The runs (variant, seed, settings), each in its own process, `jobs` at a time. True if none failed."""
+def key(variant, seed, options):
+    """What a finished run is known by in the csv file"""
+    return variant, seed, " ".join(words(options))
+
+
+def run_all(path, wanted, args):
+    """The runs (variant, seed, options) that are not finished, each in its own process, args.jobs at a time.
+
+    True if none failed.
+    """
     def one(what):
-        variant, seed, _ = what
-        print(f"{variant}, seed {seed}", flush=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--variants", variant, "--run", seed]
+        variant, seed, options = what
+        print(f"{variant}, seed {seed}, learning rate {options['lr']:g}", flush=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--variants", variant,
+                   "--run", json.dumps([seed, options])]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode:
             said = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["killed"]
             print(f"{variant}, seed {seed}: {said[-1]}", file=sys.stderr)
         return done.returncode == 0
 
-    with ThreadPoolExecutor(jobs) as pool:  # Ctrl-C reaches the processes too: they save, and no more follow
+    done = results(path)
+    todo = [] if args.table else [run for run in wanted if key(*run) not in done]
+    # Ctrl-C reaches the processes too: they save, and no more follow
+    with ThreadPoolExecutor(args.jobs) as pool:
         return all(list(pool.map(one, todo)))
 
 
@@ -176,16 +218,19 @@ def table(rows, data):
     need(rows, f"no run on data/{data} is finished with these settings.")
     loss = {variant: {seed: float(row["val_loss"]) for seed, row in found.items()}
             for variant, found in rows.items()}
-    titles = ["variant", "seeds", "parameters", "loss", "bits per byte", "loss minus Nano's",
+    titles = ["variant", "seeds", "parameters", "learning rate", "loss", "bits per byte", "loss minus Nano's",
               "tokens/core-second"]
     lines = [titles, ["---"] * len(titles)]
     for variant, found in rows.items():
         nano = loss.get("nano", {}) if variant != "nano" else {}
         minus = [x - nano[seed] for seed, x in loss[variant].items() if seed in nano]
         one, *_ = runs = list(found.values())
-        lines.append([variant, str(len(runs)), f"{int(one['parameters']):,}", show(loss[variant].values()),
-                      show([float(row["bits_per_byte"]) for row in runs]), show(minus, "+") if minus else "",
-                      f"{statistics.median(int(row['tokens_per_core_second']) for row in runs):,.0f}"])
+        rate = dict(word.split("=", 1) for word in one["settings"].split()).get("--lr", "")
+        bits = [float(row["bits_per_byte"]) for row in runs]
+        speed = statistics.median(int(row["tokens_per_core_second"]) for row in runs)
+        lines.append([variant, str(len(runs)), f"{int(one['parameters']):,}", rate,
+                      show(loss[variant].values()), show(bits), show(minus, "+") if minus else "",
+                      f"{speed:,.0f}"])
     note = f"data/{data}, {int(one['tokens']):,} tokens each. After ±: half of the 95% interval."
     if min(map(len, rows.values())) < 3:
         note += " Fewer than three seeds give no interval: only their mean is shown."
@@ -198,14 +243,17 @@ def arguments():
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME",
                         help=f"of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    parser.add_argument("--lr_factors", type=float, nargs="+", default=[0.5, 1, 2], metavar="X",
+                        help="learning rates to try with seed 1, times each variant's (default: 0.5 1 2)")
     parser.add_argument("--max_steps", type=int, default=1000, help="of 1,024 tokens (default: 1000)")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
                         help="runs at a time (default: half the cores)")
     parser.add_argument("--table", action="store_true", help="only print the table")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # one run, in a process of its own
+    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)  # [seed, options] of one run
     args = parser.parse_args()
     need(min(args.seeds, args.max_steps, args.jobs) >= 1,
          "--seeds, --max_steps and --jobs must be at least 1.")
+    need(min(args.lr_factors) > 0, "--lr_factors must be above 0.")
     return args
 
 
@@ -223,23 +271,27 @@ def ablate(args):
     for options in plans.values():
         open_data(args.data, configs(options)[1])
     if args.run:
-        run(path, plans[args.variants[0]], args.variants[0], args.run)
+        run(path, args.run[1], args.variants[0], args.run[0])
         return True
+    if not args.table and not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
 
-    wanted = [(variant, str(seed), " ".join(words(options)))
-              for seed in range(1, args.seeds + 1) for variant, options in plans.items()]
-    good = True
-    if not args.table:
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
-        done = results(path)
-        good = run_all([key for key in wanted if key not in done], args.jobs)
-    done = results(path)
-    rows = {variant: {} for variant in plans}
-    for variant, seed, how in wanted:
-        if row := done.get((variant, seed, how)):
-            rows[variant][seed] = row
+    # Each learning rate with the first seed; then the best one with the others
+    first = [(variant, "1", options | dict(lr=options["lr"] * factor))
+             for variant, options in plans.items() for factor in args.lr_factors]
+    good = run_all(path, first, args)
+    best = {}  # {variant: (loss, options)}
+    for variant, seed, options in first:
+        row = results(path).get(key(variant, seed, options))
+        if row and (variant not in best or float(row["val_loss"]) < best[variant][0]):
+            best[variant] = float(row["val_loss"]), options
+    seeds = [str(seed) for seed in range(1, args.seeds + 1)]
+    good &= run_all(path, [(variant, seed, best[variant][1]) for seed in seeds for variant in best], args)
+    done, rows = results(path), {}
+    for variant, (_, options) in best.items():
+        rows[variant] = {seed: done[key(variant, seed, options)] for seed in seeds
+                         if key(variant, seed, options) in done}
     print(table(rows, args.data))
     return good
 

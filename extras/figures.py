@@ -2,6 +2,7 @@
 Pictures for the classroom: one command, one PNG, in shades of grey.
 
     python extras/figures.py loss out/tiny out/helix_tiny    losses of runs, and the floor of their data
+    python extras/figures.py blocks                          the three models beside a Llama
     python extras/figures.py rotary                          how pairs turn: plain, spiral and helix positions
     python extras/figures.py gates                           the gate of every head at every token of a story
     python extras/figures.py attention                       what one head reads to predict the next token
@@ -32,7 +33,7 @@ from model import (PARTS, Attention, CrossLayerAttention, GatedSpiralAttention, 
 from support import need
 from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 from support.files import atomic_write
-from support.runtime import run_main, sink_ids
+from support.runtime import run_main, start_ids
 from support.settings import CommandLine
 from tokenizer import LongestMatchTokenizer, Tokenizer
 
@@ -290,6 +291,50 @@ def draw_loss(plt, args):
     return figure
 
 
+# One block of each model, from its input up: (what, changed from a Llama?). "+" adds what the branch has made.
+ADD = ("+", False)
+BLOCKS = {
+    "Llama": [("RMSNorm", False), ("attention\nrotary positions", False), ADD,
+              ("RMSNorm", False), ("SwiGLU\nSiLU(a) · b", False), ADD],
+    "Wiola Nano": [("RMSNorm", False),
+                   ("attention, each head's\nscores times a gate;\nspiral rotary positions", True), ADD,
+                   ("RMSNorm", False), ("butterfly\nSiLU(a) · b + c", True), ADD],
+    "helix": [("RMSNorm of x + δ", True),
+              ("attention to the text and\nto the layers below, gated;\nhelical rotary positions", True), ADD,
+              ("RMSNorm of x + δ", True), ("two streams, blended\nSwiGLU and GELU", True), ADD],
+    "Silia v2": [("projection to u and v,\nin it attention: half softmax,\nhalf a running sum", True),
+                 ("gated as in a SwiGLU\nu · SiLU(v)", False),
+                 ("projection back,\nin it attention, too", True), ADD],
+}
+
+
+def draw_blocks(plt, args):
+    figure, ax = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    ax.axis("off")
+    ax.set(xlim=(0, 4), ylim=(-1.4, 12.3))
+    for column, (name, parts) in enumerate(BLOCKS.items()):
+        middle, y, branch = column + 0.5, 0.6, 0.2
+        ax.text(middle, 11.6, name, ha="center", weight="bold", size=12)
+        ax.annotate("", (middle, 10.9), (middle, -0.6), arrowprops=dict(arrowstyle="->", color="0.4"),
+                    zorder=0)
+        ax.text(middle, -1.1, "x, from the layer below", ha="center", size=8)
+        for what, changed in parts:
+            if what == "+":
+                y += 0.2
+                ax.plot([middle, column + 0.03, column + 0.03, middle], [branch, branch, y, y], "0.4", lw=1,
+                        zorder=0)
+                ax.text(middle, y, "+", ha="center", va="center", size=11,
+                        bbox=dict(boxstyle="circle,pad=0.1", facecolor="white", edgecolor="0.2"))
+                branch, y = y + 0.5, y + 0.9
+                continue
+            height = 0.3 + 0.65 * (what.count("\n") + 1)
+            ax.add_patch(plt.Rectangle((column + 0.08, y), 0.84, height, edgecolor="0.2", zorder=1,
+                                       facecolor="0.8" if changed else "white", lw=1.6 if changed else 0.8))
+            ax.text(middle, y + height / 2, what, ha="center", va="center", size=8.5)
+            y += height + 0.35
+    return figure
+
+
 def draw_rotary(plt, args):
     kinds = {"plain": ModelConfig(alpha=0.0), "spiral": ModelConfig(), "helix": ModelConfig(position="helix")}
     found, half = {name: turns(config, 1024) for name, config in kinds.items()}, ModelConfig().d_head // 2
@@ -427,7 +472,7 @@ def read_model(args, text, **changes):
     checkpoint, tokenizer = read_checkpoint(args)
     checkpoint["model_config"] |= changes
     model = load_model(checkpoint).eval()
-    ids = sink_ids(model.config, tokenizer) + tokenizer.encode(args.text or text)
+    ids = start_ids(model.config, tokenizer) + tokenizer.encode(args.text or text)
     need(len(ids) <= model.config.context,
          f"the text has {len(ids)} tokens, more than the context of {model.config.context}.")
     return model, tokenizer, ids
@@ -435,6 +480,7 @@ def read_model(args, text, **changes):
 
 PICTURES = {
     "loss": (draw_loss, ["runs"]),
+    "blocks": (draw_blocks, []),
     "rotary": (draw_rotary, []),
     "gates": (draw_gates, ["--checkpoint", "--text"]),
     "attention": (draw_attention, ["--checkpoint", "--text", "--head"]),

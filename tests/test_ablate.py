@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_exactly(here, monkeypatch, variant):
     monkeypatch.setitem(ablate.VARIANTS, variant, ablate.VARIANTS[variant] | shape)
     options = ablate.plan("small", variant, 6, 300)
     ablate.run(Path("whole.csv"), options, variant, "1")
-    folder = Path(f"out/ablate-small-{variant}-1")
+    folder = Path(f"out/ablate-small-{variant}-{options['lr']:g}-1")
     assert not list(folder.glob("*.pt"))  # the weights go, the log stays
 
     batch, steps = train.get_batch, []
@@ -106,20 +106,22 @@ def test_a_checkpoint_with_other_settings_is_not_continued(here, monkeypatch):
     options = ablate.plan("small", "nano", 2, 300)
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # the weights stay
     ablate.run(Path("a.csv"), options, "nano", "1")
-    ablate.run(Path("b.csv"), options | dict(lr=1e-3), "nano", "1")
+    ablate.run(Path("b.csv"), options | dict(gate=False), "nano", "1")
     first, second = (next(csv.reader(Path(name).open(encoding="utf-8"))) for name in ("a.csv", "b.csv"))
-    assert first[4] != second[4] and Path("out/ablate-small-nano-1.1").exists()
+    assert first[4] != second[4] and Path("out/ablate-small-nano-0.003-1.1").exists()
 
 
 def test_finished_runs_are_not_repeated(here, monkeypatch, capsys):
     """The whole command: one run, one row; then nothing is left to do. With other settings it is another."""
-    words = "--data small --variants nano --seeds 1 --max_steps 1".split()
+    words = "--data small --variants nano --lr_factors 0.5 1 --seeds 1 --max_steps 1".split()
     assert command(monkeypatch, *words) == 0
     written = Path("out/ablate-small.csv").read_text(encoding="utf-8")
-    assert written.count("\n") == 2
+    assert written.count("\n") == 3  # one for each learning rate
     monkeypatch.setattr(subprocess, "run", None)  # no run can begin
     assert command(monkeypatch, *words) == 0
     *_, line, empty, note = capsys.readouterr().out.splitlines()
+    best = min(csv.DictReader(written.splitlines()), key=lambda row: float(row["val_loss"]))
+    assert float(line.split(" | ")[3]) == float(best["settings"].split("--lr=")[1].split()[0])
     assert line.startswith("| nano | 1 | ") and "±" not in line and "Fewer than three seeds" in note
     assert command(monkeypatch, *words, "--table", "--seeds", "2") == 0
     assert "no run on data/small" in command(monkeypatch, *words[:-1], "2", "--table")
@@ -136,7 +138,7 @@ def test_the_difference_is_taken_seed_by_seed():
     """A seed that is hard for all does not widen the interval, and one that Nano lacks does not count."""
     def rows(losses):
         return {str(seed): dict(parameters="9", tokens="9", val_loss=str(x), bits_per_byte="1",
-                                tokens_per_core_second="5") for seed, x in losses.items()}
+                                settings="--lr=0.1", tokens_per_core_second="5") for seed, x in losses.items()}
 
     text = ablate.table({"nano": rows({1: 1.0, 2: 2.0, 3: 3.0}),
                          "swiglu": rows({1: 1.1, 2: 2.1, 3: 3.1, 4: 50.0})}, "small")

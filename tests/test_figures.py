@@ -210,9 +210,9 @@ def matplotlib():
 def test_every_picture_is_small_and_grey(here, draw, matplotlib):
     from PIL import Image
 
-    for words in (["loss", "out/run"], ["rotary"], ["gates"], ["attention"], ["pieces"],
+    for words in (["blocks"], ["loss", "out/run"], ["rotary"], ["gates"], ["attention"], ["pieces"],
                   ["merges", "--merge_threshold", 0.1]):
-        text = ["--text", TEXT] if words[0] not in ("loss", "rotary") else []
+        text = ["--text", TEXT] if words[0] not in ("blocks", "loss", "rotary") else []
         assert draw(*words, *text) is None, words
         path = Path(f"{words[0]}.png")
         image = Image.open(path)

@@ -5,10 +5,12 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import storybook
+import train
 from model import LanguageModel, ModelConfig
 from tokenizer import count_chunks, train_bpe
 
@@ -86,3 +88,31 @@ def test_generated_stories_are_as_many_as_asked_for_and_the_same_for_a_seed(smal
     texts = judge.generate_stories(model, tokenizer, 7, 1.0, 3, batch=4)
     assert len(texts) == 7 and texts == judge.generate_stories(model, tokenizer, 7, 1.0, 3, batch=4)
     assert judge.judge(texts)["accepted"] == 0
+
+
+class KnowsTheGrammar(torch.nn.Module):
+    """A model with the true probability of each story; what ends one is certain."""
+
+    def __init__(self, tokenizer):
+        super().__init__()
+        self.config, self.tokenizer = ModelConfig(vocab_size=500, context=400), tokenizer
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, y):
+        nats, counted = 0.0, [[id for id in row if id != -100] for row in y.tolist()]
+        for row in counted:
+            for story in self.tokenizer.decode(row).split("<|endoftext|>")[:-1]:
+                nats -= judge.recognise(story)[0]  # of nothing but a whole story
+        return None, torch.tensor(nats / sum(map(len, counted)), dtype=torch.float64)
+
+
+def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(small):
+    """From a story's beginning; in windows cut anywhere it does not know what stood before the cut."""
+    _, tokenizer = small
+    ids = np.array([id for text, _ in STORIES for id in [*tokenizer.encode(text), tokenizer.end_of_text]])
+    floor = -math.fsum(log_prob for _, log_prob in STORIES) / len(ids)
+    model, off = KnowsTheGrammar(tokenizer), torch.autocast("cpu", enabled=False)
+    loss, _ = train.evaluate(model, ids, tokenizer, 4, off, windows="documents")
+    assert loss == pytest.approx(floor, abs=1e-9)
+    with pytest.raises(TypeError):
+        train.evaluate(model, ids, tokenizer, 4, off, windows="stream")
