@@ -26,7 +26,7 @@ from extras.judge import END, floors
 from support import need
 from support.checkpoint import load_model, newest_checkpoint
 from support.files import atomic_write
-from support.runtime import run_main, sink_ids
+from support.runtime import run_main, start_ids
 from support.settings import CommandLine
 
 LONGEST = 512  # tokens on a page; what heads read grows with the square
@@ -121,7 +121,7 @@ def page_data(checkpoint, tokenizer, ids, start):
 
 def read_ids(args, model, tokenizer):
     """The ids, and how many stand before the text: of --text, or of the prompt and how the model goes on."""
-    start = sink_ids(model.config, tokenizer) or [tokenizer.end_of_text]  # as in training
+    start = start_ids(model.config, tokenizer)
     room = min(model.config.context, LONGEST) - len(start)
     try:
         text = args.text.read_text(encoding="utf-8-sig").removesuffix("\n") if args.text else args.prompt
