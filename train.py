@@ -1,9 +1,10 @@
 """
-Train a language model: one device, one plain loop, exact resume.
+Train a language model: one plain loop, exact resume.
 
     python train.py config/tiny.py                      the embedded storybook, minutes on a CPU
     python train.py config/nano.py --batch_size=16      any field by name; --help lists them all
     python train.py config/tiny.py --resume             go on after Ctrl-C, a crash or a kill
+    torchrun --standalone --nproc_per_node=2 train.py config/nano.py    the same steps by two processes
 
 Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
 batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
@@ -30,8 +31,8 @@ from tqdm import tqdm
 
 import prepare
 from model import LanguageModel, ModelConfig
-from support import need
-from support.checkpoint import Run, check_finite, load_model, new_model, starting_checkpoint
+from support import need, parallel
+from support.checkpoint import check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
 from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
@@ -123,7 +124,7 @@ def get_batch(ids, step, config, context, sink=None, end_of_text=None):
 
 
 def document_start(ids, position, end_of_text, furthest):
-    """Return the position of the end-of-text before ids[position], or 0; `position` if both are too far back."""
+    """Return the position of the end-of-text before ids[position], or 0; if that is too far back, `position`."""
     before = ids[max(0, position - furthest) : position]
     ends = np.flatnonzero(before == end_of_text)
     if len(ends):
@@ -177,8 +178,8 @@ def document_windows(ids, end_of_text, context):
 def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
     """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
 
-    windows="stream" cuts where a window is full, as published numbers do: a model cannot know what stood before.
-    With "documents" it reads each from its beginning, and can reach the entropy of the text.
+    With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
+    model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
     """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
@@ -186,11 +187,13 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
     sink = sink_id(model.config, tokenizer)
     nats = 0.0
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows):
+    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows)
+    for x, y in parallel.own_items(batches):
         with autocast:
             _, loss = model(x.to(device), y.to(device))
         nats += loss.item() * (y != -100).sum().item()
     model.train()
+    [nats] = parallel.total([nats])
     return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
 
 
@@ -274,12 +277,14 @@ def train(config, model_config):
     """Train a model as the two configs say: set up, then step after step. Results are in out/<run>/."""
     # Where to compute and how precisely: weights are float32, matrix products under autocast are in dtype
     device, dtype = choose_device(config.device, config.dtype)
+    parallel.share_work(config, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
 
     # Token ids of both splits (on disk), their tokenizer, and what prepare.py noted about them
-    if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
-        prepare.storybook(config.data, model_config.vocab_size)
+    with parallel.first_alone():
+        if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
+            prepare.storybook(config.data, model_config.vocab_size)
     (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
@@ -288,19 +293,20 @@ def train(config, model_config):
     run = set_up(config, model_config, meta, device, dtype)
     print_plan(config, run.model, meta, device, dtype, len(val_ids))
     batch_options = (config, model_config.context, sink, tokenizer.end_of_text)
-    first_batch = get_batch(train_ids, run.start, *batch_options)
-    forward = compile_training(run.model, config, device, autocast, first_batch)
+    first_rows = parallel.own_rows(*get_batch(train_ids, run.start, *batch_options))
+    forward = compile_training(run.model, config, device, autocast, first_rows)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
     run.open_folder()
 
     step = run.start  # how many are done
-    with interruptible() as stop, run.log.file, progress.bar:
+    with (interruptible() as stop, run.log.file, progress.bar,
+          parallel.save_if_another_ends(lambda: run.stop(step, progress))):
         if step == 0:
             evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
-        while step < config.max_steps and not stop:
-            # The batch of this step, and its learning rate
+        while step < config.max_steps and not parallel.anyone_stops(stop):
+            # The batch of this step (of several processes, each takes its rows), and its learning rate
             began = time.perf_counter()
-            x, y = get_batch(train_ids, step, *batch_options)
+            x, y = parallel.own_rows(*get_batch(train_ids, step, *batch_options))
             lr = set_rates(run.optimizers, step, config)
 
             # Forward and backward, one micro-batch after the other: their gradients add up
@@ -312,6 +318,7 @@ def train(config, model_config):
                 step_loss += loss.item() / config.grad_accum
                 if model_config.token_merging != "off":
                     merge_ratios.append(run.model.merge_ratio())
+            step_loss, *merge_ratios = parallel.average(run.model, [step_loss, *merge_ratios])
 
             # Clip the gradient and step
             norm = clip_and_step(run.model, run.optimizers, run.scaler, config.grad_clip)
@@ -344,7 +351,7 @@ def set_up(config, model_config, meta, device, dtype):
         keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(config, model, optimizers, scaler, meta["tokenizer"])
+    run = parallel.Run(config, model, optimizers, scaler, meta["tokenizer"])
     if config.resume:
         run.resume(checkpoint)
     return run
@@ -353,7 +360,7 @@ def set_up(config, model_config, meta, device, dtype):
 def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast):
     """Evaluate, complete the row and log it, save the run, show a sample."""
     config = run.config
-    n_windows = config.batch_size // config.grad_accum  # at once, as in training
+    n_windows = config.batch_size // config.grad_accum // parallel.n_processes()  # at once, as in training
     val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
@@ -381,8 +388,9 @@ def sample_text(model, tokenizer, config):
     return tokenizer.decode(ids)
 
 
+@parallel.processes()
 def read_and_train():
-    """Read the command line and train."""
+    """Read the command line and train, alone or as one of several processes."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)

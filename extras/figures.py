@@ -291,7 +291,7 @@ def draw_loss(plt, args):
     return figure
 
 
-# One block of each model, from its input up: (what, changed from a Llama?). "+" adds what the branch has made.
+# One block of each model, from its input up: (what, changed from a Llama?). "+" adds what the branch made.
 ADD = ("+", False)
 BLOCKS = {
     "Llama": [("RMSNorm", False), ("attention\nrotary positions", False), ADD,

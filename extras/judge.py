@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 
 import storybook
 from support import need
@@ -227,7 +228,7 @@ def losses_by_kind(model, tokenizer, n, seed):
         if idx.size(1) - 1 > model.config.context:
             continue
         logits = model(idx[:, :-1])[0][0, len(start) - 1:]
-        loss = torch.nn.functional.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
+        loss = F.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
         kinds = ["grammar"] * (len(story.text.encode("utf-8")) + 1)
         for begin, end, kind in story.spans:
             kinds[begin:end] = [kind] * (end - begin)
@@ -259,7 +260,8 @@ def judge_checkpoint():
         print(f"{kind:<20}{tokens:>8,}{nats / tokens:>11.4f}{floor / tokens:>9.4f}")
     for temperature in (1.0, 0.7):
         shares = judge(generate_stories(model, tokenizer, args.n, temperature, args.seed))
-        print(f"temperature {temperature}: " + ", ".join(f"{what} {share:.1%}" for what, share in shares.items()))
+        found = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
+        print(f"temperature {temperature}: {found}")
 
 
 def main():

@@ -72,8 +72,8 @@ def interruptible():
         stop.append(number)
         if signal.Signals(number).name != "SIGHUP":
             signal.signal(number, before[number])
-            with contextlib.suppress(OSError):  # os.write, because a print may be what is interrupted
-                os.write(2, b"\nstopping after this step; again to quit at once\n")
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
+                os.write(sys.stderr.fileno(), b"\nstopping after this step; again to quit at once\n")
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a polite kill, a closed terminal
         number = getattr(signal, name, None)
