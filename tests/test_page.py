@@ -30,7 +30,7 @@ from train import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 SILIA = dict(position="mirrored", alpha=0.0, mixer="hydra", norm="bare_rms", block="silia")
 T = IDX.size(1)
-STRANGE = 'A </script><b id="x">&amp; \'quoted\' \\ <!-- "frog"\n\u2028🐸 שלום مرحبا'
+STRANGE = 'A </script><b id="x">&amp; \'quoted\' \\ <!-- <script>"frog"\n\u2028🐸 שלום مرحبا'
 
 
 def unpacked(text, kind):
@@ -254,6 +254,9 @@ def test_text_cannot_break_out_of_the_page(make):
     assert data["tokens"] == figures.spell(TOKENIZER, ids) and data["start"] == 1
     assert "".join(data["tokens"]).startswith('<|endoftext|>A </script><b id="x">&amp;')
     assert data["source"] == str(Path("out/run/ckpt.pt"))
+    page.write_page({"tokens": [STRANGE]}, "one.html")  # if all of it were one token
+    scripts = Scripts(Path("one.html").read_text(encoding="utf-8"))
+    assert len(scripts.found) == 2 and json.loads(scripts.found[0]) == {"tokens": [STRANGE]}
 
 
 def test_the_model_goes_on_with_the_prompt(make):
