@@ -129,7 +129,7 @@ def get_batch(ids, step, config, context, sink=None, end_of_text=None):
 
 
 def document_start(ids, position, end_of_text, furthest):
-    """Return the position of the end-of-text before ids[position], or 0; if that is too far back, `position`."""
+    """Return the position of the end-of-text before ids[position], or 0; `position` if it is further back."""
     before = ids[max(0, position - furthest) : position]
     ends = np.flatnonzero(before == end_of_text)
     if len(ends):

@@ -12,9 +12,11 @@ recognise a story is to generate it again, choosing at each fork what agrees wit
 """
 
 import math
+import os
 import random
 import sys
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,6 +31,7 @@ from support.settings import CommandLine
 
 KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
          "thing": "thing", "place": "place"}
+END = "\0"  # stands for the end of a story: a character that no story has
 CHECKED = ("name", "animal", "colour")
 
 
@@ -106,6 +109,52 @@ def recognise(text):
         return None
     _, _, log_prob, wrong = min(whole, key=lambda found: len(found[3]))
     return (-math.inf if wrong else log_prob), wrong
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The floor at each token
+
+
+def tellings(text, parts, at=0, slots={}, p=1.0):
+    """Yield (characters, probability) for each way to tell the parts: how far it agrees with text.
+
+    What departs from the text is not told on, so there are few.
+    """
+    part, rest = (parts[0], parts[1:]) if parts else ("", [])
+    if at == len(text):
+        yield at, p
+    elif isinstance(part, list):
+        for option in part:
+            yield from tellings(text, [*option, *rest], at, slots, p / len(part))
+    elif isinstance(part, tuple) and part[0] not in slots:
+        words = words_of(":".join(part), slots)
+        for word in words:
+            yield from tellings(text, [word, *rest], at, fill(slots, part[0], word), p / len(words))
+    else:
+        told = part if isinstance(part, str) else slots[part[0]]
+        agree = len(os.path.commonprefix([told, text[at:at + len(told)]]))
+        if not told or agree < len(told):
+            yield at + agree, p
+        else:
+            yield from tellings(text, rest, at + agree, slots, p)
+
+
+def floors(pieces):
+    """The texts of a story's tokens, END for its end -> the floor at each, in bits.
+
+    That is -log2 of its probability, given the text before; None from where no story goes on like this. The
+    sum is exact. Of a word that is cut into tokens, the way it is cut may give away more than the text does.
+    """
+    text = "".join(pieces)
+    departing = [0.0] * (len(text) + 1)  # the probability that a story agrees with just so many characters
+    for agree, p in tellings(text, [*storybook.BOOK, END]):
+        departing[agree] += p
+    agreeing = list(accumulate(reversed(departing)))[::-1]  # ... with at least so many
+    found, at = [], 0
+    for piece in pieces:
+        before, at = agreeing[at], at + len(piece)
+        found.append(math.log2(before / agreeing[at]) if agreeing[at] else None)
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------
