@@ -13,10 +13,11 @@ ffn = "butterfly"
 norm = "rms"
 
 max_steps = 4000
-batch_size = 16
+batch_size = 8
 lr = 2e-3
 min_lr = 1e-4
 warmup = 0.05
 weight_decay = 0.1
 eval_every = 500
 eval_tokens = 100000
+windows = "documents"  # a story is read from its beginning

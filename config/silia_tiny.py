@@ -17,12 +17,13 @@ block = "silia"
 sink_token = "<|actor|>"
 init = "pytorch"  # tied embeddings of deviation 1: at first each token predicts itself, a loss near 64
 
+windows = "documents"  # a story is read from its beginning
 optimizer = "muon"
-max_steps = 1400
-batch_size = 8
-lr = 1e-2
+max_steps = 2800
+batch_size = 4
+lr = 7e-3
 min_lr = 1e-4
 schedule = "cooldown"
 warmup = 0.05
 weight_decay = 0.0
-eval_every = 350
+eval_every = 700

@@ -13,7 +13,7 @@ A window of 256 tokens hides the next one better in its mean. After 500 steps on
 at 0, the validation loss is 0.605, with running means 0.610 (one seed): no theft worth the name, so far.
 
     python -c "import my_10, train; train.LanguageModel = my_10.MeanPooled; train.main()" \
-        config/helix_tiny.py --phi=0 --max_steps=500
+        config/helix_short.py --phi=0 --max_steps=500
 """
 
 import math

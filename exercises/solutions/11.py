@@ -9,7 +9,7 @@ After 500 steps (one seed), losses of training and validation, and the tokens me
 The training loss is to be believed again (it still merges, which validation does not), and more tokens merge.
 
     cp exercises/solutions/11.py my_11.py
-    python -c "import my_11, train; train.main()" config/helix_tiny.py --max_steps=500 --token_merging=paper \
+    python -c "import my_11, train; train.main()" config/helix_short.py --max_steps=500 --token_merging=paper \
         --merge_threshold=0.3 --block=causal_merging
 """
 
