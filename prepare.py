@@ -8,13 +8,14 @@
 
     train.bin, val.bin   token ids, little-endian uint16, each document followed by the end-of-text id
     tokenizer.json       trained on the training documents alone, or a copy of --tokenizer
-    meta.json            documents, tokens, bytes of each split; the tokenizer's sha256; the source
+    meta.json            documents, tokens, bytes of each split and how it was made; the tokenizer's sha256;
+                         the source
 
 For a text that fits into memory, this is the whole program:
 
-    train, val = [], []
-    for document in documents(text):
-        (val if document_hash(document) < 2**64 // 100 else train).append(document)
+    whole = [(document, True) for document in documents(text)]
+    rule = choose_rule(whole)
+    train, val = ([document for document, _ in only(split, whole, rule)] for split in ("train", "val"))
     tokenizer = train_bpe(count_chunks(train), vocab_size)
     for name, split in ("train.bin", train), ("val.bin", val):
         ids = [id for document in split for id in [*tokenizer.encode(document), tokenizer.end_of_text]]
@@ -32,6 +33,7 @@ import signal
 import sys
 from collections import Counter
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -39,7 +41,8 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, check_arguments, download, map_batches, new_folder, read_documents,
+from support.corpus import (DATA, END, by_document, check_arguments, check_files, check_link, cut_document,
+                            download, hash_percent, map_batches, new_folder, read_documents, report, survey,
                             useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
@@ -56,9 +59,12 @@ def documents(text, delimiter=END):
     ordinary text.
     """
     text = text.removeprefix("\ufeff")  # a byte order mark
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    parts = [part.strip() for part in text.split(delimiter)]
+    parts = [part.strip() for part in with_lf(text).split(with_lf(delimiter))]
     return [part for part in parts if part]
+
+
+def with_lf(text):
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 # From here on, documents are a stream of pieces (text, ends). Nearly always a piece is a document and `ends`
@@ -67,12 +73,15 @@ def documents(text, delimiter=END):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The split: which documents are for validation?
+# The split: what is for validation?
 #
-# Not every hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its
-# side whatever the corpus gains or loses, and its copies go with it: none is trained on and validated on.
+# Of many documents, about 1% of the text (more, if that would be little), in whole documents. Not every
+# hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its side whatever
+# the corpus gains or loses, and its copies go with it: none is trained on and validated on. A few documents,
+# or some longer than all others together, cannot be shared out like that: of those, the last tenth of each.
 
 HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
+ENOUGH = 16_000  # bytes for validation, about 4,000 tokens: a loss measured on fewer says little
 
 
 def document_hash(text):
@@ -90,27 +99,71 @@ def with_hashes(pieces):
         begins = ends
 
 
-def validation_threshold(pieces):
-    """Return the hash below which a document is for validation: 1% of all hashes are below it.
+class Rule(NamedTuple):
+    """Who is for validation. By hash: the documents of these percents, but no long one. By position, if there
+    are no percents: the last tenth of each long document."""
 
-    If chance puts all documents on one side (there are few), those with the smallest hash are for validation.
-    ValueError if there are fewer than two different documents.
+    long: dict  # {index of the document: its bytes}
+    percents: tuple = ()  # 0 stands for the lowest hundredth of all hashes, 99 for the highest
+
+    def __str__(self):
+        if self.percents:
+            return f"by hash ({len(self.percents)}% of all hashes; not the long documents: {len(self.long)})"
+        return f"by position (the last tenth of the long documents: {len(self.long)})"
+
+
+def choose_rule(pieces):
+    """Read all pieces of a corpus and decide how to split it -> Rule.
+
+    A document is long if it has over half of the text that validation should get. ValueError if there is
+    nothing to split.
     """
-    smallest, largest = 1 << 64, 0
-    for key, _ in with_hashes(pieces):
-        smallest, largest = min(smallest, key), max(largest, key)
-    need(smallest <= largest, "There is no text in the input.")
-    need(smallest < largest, "The input is one document only (or copies of one), so none is left for "
-                             "validation; give the --delimiter that separates documents, or a --val_input.")
-    threshold = 2**64 // 100
-    return threshold if smallest < threshold <= largest else smallest + 1
+    size, by_percent, longest = survey(with_hashes(pieces))
+    need(size, "There is no text in the input.")
+    wanted = next((percent for percent in (1, 2, 5) if size * percent / 100 >= ENOUGH), 8)
+    long = {index: n_bytes for n_bytes, index, _ in longest if n_bytes > size * wanted / 100 / 2}
+    for n_bytes, index, percent in longest:
+        if index in long:
+            by_percent[percent] -= n_bytes
+    percents = choose_percents(by_percent, wanted, size)
+    if 2 * sum(long.values()) >= size or (long and not percents):
+        return Rule(long)
+    if not percents:  # a few short texts over and over
+        used = [percent for percent in range(100) if by_percent[percent]]
+        need(len(used) > 1, "The input is one short document, over and over, so none is left for validation; "
+                            "give more text, or a --val_input.")
+        percents = [min(used, key=lambda percent: by_percent[percent])]
+    return Rule(long, tuple(percents))
 
 
-def only(split, pieces, threshold):
-    """Yield the pieces of the documents in a split, "train" or "val"."""
-    for key, piece in with_hashes(pieces):
-        if split == ("val" if key < threshold else "train"):
-            yield piece
+def choose_percents(by_percent, wanted, size):
+    """Choose the percents that hold about `wanted` percent of a text of `size` bytes -> a list, or [].
+
+    They are the first ones, and further ones only if those have too little text: so the choice hardly ever
+    changes when a document is added. One with which it would be too much (a text copied often) is left out.
+    """
+    chosen, chosen_size = [], 0
+    for percent, n_bytes in enumerate(by_percent):
+        enough = chosen_size >= 0.75 * wanted / 100 * size
+        if percent >= wanted and enough:
+            break
+        if chosen_size + n_bytes <= min(2 * wanted, 10) / 100 * size:
+            chosen.append(percent)
+            chosen_size += n_bytes
+    return chosen if chosen_size else []
+
+
+def only(split, pieces, rule):
+    """Yield the pieces that a rule gives to a split, "train" or "val"."""
+    for index, (key, document) in enumerate(by_document(with_hashes(pieces))):
+        if index in rule.long and not rule.percents:
+            for side, piece in cut_document(document, rule.long[index]):
+                if side == split:
+                    yield piece
+        else:
+            for_validation = hash_percent(key) in rule.percents and index not in rule.long
+            if split == ("val" if for_validation else "train"):
+                yield from document
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -127,7 +180,7 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
     pieces = corpus.pieces("train", label="count")
     for batch_counts in map_batches(partial(count_batch, nfc=nfc), pieces, workers):
         counts.update(batch_counts)
-    need(counts, "There is no text for train.bin: the input is empty.")
+    need(counts, "There is no text for train.bin: the input is empty, or too short to split.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
     return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(),
                          longest_match=longest_match)
@@ -164,7 +217,8 @@ def write_split(path, pieces, json_text, workers):
         for ids, n_documents, n_bytes in map_batches(encode, pieces, workers):
             file.write(ids)
             total.update(documents=n_documents, tokens=len(ids) // 2, bytes=n_bytes)
-    need(total["documents"], f"There is no text for {path.name}: the input is empty.")
+    need(total["documents"],
+         f"There is no text for {path.name}: the input is empty, or too short to split.")
     return dict(total)
 
 
@@ -186,31 +240,44 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
         for split in ("train", "val"):
             pieces = corpus.pieces(split, label=split)
             meta[split] = write_split(folder / f"{split}.bin", pieces, json_text, workers)
+        meta["split"] = corpus.split()
         if isinstance(corpus, Stories):
             corpus.add_floor(meta)
         (folder / "meta.json").write_bytes(json.dumps(meta, indent=2, ensure_ascii=False).encode() + b"\n")
-    print(f"{DATA / name}: a vocabulary of {meta['vocab_size']:,}; {meta['train']['tokens']:,} tokens for "
-          f"training, {meta['val']['tokens']:,} for validation.")
+    report(meta, DATA / name)
     return DATA / name
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The sources. A corpus is a class with two members: `source` says in meta.json where the text is from, and
-# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar.
+# The sources. A corpus is a class with three members: `source` says in meta.json where the text is from,
+# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar, and
+# split() says, after all streams, how they were split.
 
 
 class TextFiles:
-    """Documents from text files; without files to validate on, the split is by hash."""
+    """Documents from text files; without files to validate on, they are split by a rule."""
 
     def __init__(self, inputs, val_inputs, delimiter, cut_long):
         self.files = {"train": inputs, "val": val_inputs or inputs}
-        self.source = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
-        self.read = partial(read_documents, delimiter=delimiter, cut_long=cut_long)
-        self.threshold = None if val_inputs else validation_threshold(self.read(inputs, label="split"))
+        names = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
+        self.source = names.encode(errors="backslashreplace").decode()  # a name need not be UTF-8
+        self.delimiter = with_lf(delimiter)
+        self.cut_long = cut_long
+        self.seen = {}  # delimiters and empty documents, counted by read_documents()
+        self.rule = None if val_inputs else choose_rule(self.read("train", label="split"))
+
+    def read(self, split, label):
+        self.seen[split] = Counter()
+        return read_documents(self.files[split], self.delimiter, self.cut_long, label, self.seen[split])
 
     def pieces(self, split, label):
-        pieces = self.read(self.files[split], label=label)
-        return pieces if self.threshold is None else only(split, pieces, self.threshold)
+        pieces = self.read(split, label)
+        return only(split, pieces, self.rule) if self.rule else pieces
+
+    def split(self):
+        seen = self.seen["train"] if self.rule else self.seen["train"] + self.seen["val"]
+        return {"rule": str(self.rule or "by file (as given)"), "empty_documents": seen["empty"],
+                "delimiter": self.delimiter, "delimiters": seen["delimiters"]}
 
 
 class Stories:
@@ -228,6 +295,9 @@ class Stories:
     def pieces(self, split, label):
         return ((text, True) for text, _ in self.stories[split])
 
+    def split(self):
+        return {"rule": "by random numbers (a stream for each side)", "empty_documents": 0}
+
     def add_floor(self, meta):
         """Add to meta.json the loss of a model that knows the true probabilities: none gets below it."""
         nats = -math.fsum(log_prob for _, log_prob in self.stories["val"])
@@ -239,8 +309,7 @@ class Stories:
 def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, workers=1, **options):
     """Make data/NAME from text files."""
     paths = [*inputs, *val_inputs]
-    for path in paths:
-        need(os.path.isfile(path), f"{path} does not exist or is not a file.")
+    check_files(paths)
     # Cutting long documents into pieces is exact for these two patterns; of another one we know nothing.
     cut_long = tokenizer is None or tokenizer.pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN)
     corpus = TextFiles(inputs, val_inputs, delimiter, cut_long)
@@ -257,8 +326,14 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, lon
     print(f"Making {train + val:,} little stories for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"
-    return write_folder(name, Stories(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
-                        **options)
+    try:
+        return write_folder(name, Stories(seed, train, val), vocab_size=vocab_size,
+                            longest_match=longest_match, **options)
+    except FileExistsError:  # two first runs at once: the stories are the same
+        if not (DATA / name / "meta.json").exists():
+            raise
+        print(f"Another run has made {DATA / name} meanwhile, which is used.")
+        return DATA / name
 
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
@@ -282,9 +357,10 @@ def arguments(argv):
     parser = CommandLine(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
-    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8")
-    option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% of the input)")
-    option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
+    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8 (also .gz, .bz2, .xz)")
+    option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% to 10%% of the input)")
+    option("--delimiter", metavar="S", default=END,
+           help=rf"between documents (default: {END}); \n is a line break, and \r\n another word for it")
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")
@@ -298,6 +374,8 @@ def arguments(argv):
 
 def run(args):
     """Make the folder that the arguments ask for, from one of the three sources."""
+    check_link(DATA)
+    check_link(DATA / args.name)
     need(not os.path.lexists(DATA / args.name),
          f"{DATA / args.name} exists already; remove it, or choose another --name.")
     options = {"workers": args.workers, "nfc": args.nfc, "longest_match": args.munch}
@@ -308,19 +386,21 @@ def run(args):
     if args.name in STORYBOOKS:
         storybook(args.name, **options)
     elif args.input:
-        delimiter = args.delimiter.replace(r"\n", "\n")
+        delimiter = args.delimiter.replace(r"\r", "\r").replace(r"\n", "\n")
         from_files(args.name, args.input, args.val_input or [], delimiter, **options)
     else:
         tinystories(args.name, **options)
 
 
 def main(argv=None):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up too
+    for name in ("SIGTERM", "SIGHUP"):  # a polite kill or a closed terminal cleans up too, but under nohup
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         run(arguments(argv))
     except KeyboardInterrupt:
         sys.exit("error: interrupted, so there is no new folder (a download goes on where it stopped).")
-    except (ValueError, OSError) as error:  # the system's own sentences have no full stop
+    except ValueError as error:  # argparse's sentences have no full stop
         raise ValueError(f"{str(error).rstrip('.')}.") from None
 
 

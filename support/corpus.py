@@ -1,17 +1,26 @@
-"""Text of any size for prepare.py: files -> documents in bounded memory, worker processes, a folder that is
-whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
+"""Text of any size for prepare.py: files -> documents in bounded memory, the work of the split, worker
+processes, a folder that is whole or absent, a download that can be resumed. And open_data(), which checks a
+prepared folder."""
 
+import bz2
 import contextlib
+import errno
+import gzip
 import hashlib
+import heapq
+import io
 import json
+import lzma
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
-from collections import deque
+import zlib
+from collections import Counter, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -52,6 +61,16 @@ def check_arguments(args, storybooks):
     need(args.workers >= 1, "--workers must be at least 1.")
 
 
+def check_files(paths):
+    """Check that paths are files which may be text, or ValueError."""
+    for path in paths:
+        need(os.path.isfile(path), f"{path} does not exist or is not a file.")
+        # A .jsonl file is plain text in UTF-8, too, but nobody wants a model of its braces.
+        need(not re.search(r"\.(jsonl|ndjson)(\.\w+)?$", str(path), re.IGNORECASE),
+             f"{path} has JSON lines, which are not read as text: plain text in UTF-8 is expected, documents "
+             "separated by the --delimiter; write its texts into such a file first.")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # From files to documents
 
@@ -65,22 +84,53 @@ LIMIT = 16 * PIECE  # characters without a safe place to cut: no text whose memo
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\n!-/:-@\[-`{-~，。、])|(?<=[A-Za-z])(?=[0-9])")
 
 
+UNPACK = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def unpacked(path, file):
+    """Return a binary file as it is, or a reader of what is packed in it, by its name's ending."""
+    unpack = UNPACK.get(Path(path).suffix.lower())
+    return unpack(file) if unpack else file
+
+
+def first_zero(path):
+    """Return the offset of the first zero byte in a (packed) file that has one."""
+    offset = 0
+    with open(path, "rb") as raw, unpacked(path, raw) as file:
+        while (place := (block := file.read(BLOCK)).find(0)) < 0:
+            offset += len(block)
+    return offset + place
+
+
 def read_text(path, bar):
     """Yield a UTF-8 file's text block by block, without a byte order mark and with LF for every line end.
 
-    ValueError if it is not UTF-8, with the offset of the first bad byte, or if it has zero bytes.
+    ValueError if it is not UTF-8 or has zero bytes, with the offset of the first bad byte (in the text, if it
+    is packed), or if it cannot be read or unpacked.
     """
-    with open(path, encoding="utf-8-sig", newline=None) as file:
-        start = bar.n
-        try:
-            while text := file.read(BLOCK):
-                need("\0" not in text, f"{path} is no plain text: it has zero bytes (UTF-16, or binary?).")
-                yield text
-                bar.update(start + file.buffer.tell() - bar.n)
-        except UnicodeDecodeError as error:
-            offset = file.buffer.tell() - len(error.object) + error.start  # object's bytes end at tell()
-            raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
-                             f"offset {offset}); please save it as UTF-8.") from None
+    try:
+        with open(path, "rb") as raw, unpacked(path, raw) as file:
+            yield from read_blocks(path, raw, file, bar)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise ValueError(f"{path} cannot be read: {reason}.") from None
+
+
+def read_blocks(path, raw, file, bar):
+    """Do the work of read_text(): `file` unpacks the open file `raw`, or is the same."""
+    start = bar.n
+    text_file = io.TextIOWrapper(file, encoding="utf-8-sig", newline=None)
+    try:
+        while text := text_file.read(BLOCK):
+            if "\0" in text:
+                raise ValueError(f"{path} is no plain text: it has zero bytes, the first at offset "
+                                 f"{first_zero(path)} (UTF-16, or binary?).")
+            yield text
+            bar.update(start + raw.tell() - bar.n)
+    except UnicodeDecodeError as error:
+        offset = file.tell() - len(error.object) + error.start  # object's bytes end at tell()
+        raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
+                         f"offset {offset}); please save it as UTF-8.") from None
 
 
 def last_piece(text, begun):
@@ -90,19 +140,24 @@ def last_piece(text, begun):
         yield text, True
 
 
-def read_pieces(path, delimiter, cut_long, bar):
-    """Yield the documents of a file as (text, ends).
+def read_pieces(path, delimiter, cut_long, bar, seen):
+    """Yield the documents of a file as (text, ends), counting "delimiters" and "empty" documents in `seen`.
 
     If `cut_long`, those longer than PIECE come in several pieces, of which only the last one ends the
     document (and may be empty). ValueError if more than LIMIT characters have no place to cut them.
     """
     rest = ""  # of the document being read: text not given out yet
     begun = False  # was a piece of it given out?
+    several = False  # did a delimiter occur?
     for block in read_text(path, bar):
         *complete, rest = (rest + block).split(delimiter)
         for text in complete:
-            yield from last_piece(text, begun)
+            pieces = list(last_piece(text, begun))
+            seen["empty"] += not pieces
+            yield from pieces
             begun = False
+        seen["delimiters"] += len(complete)
+        several = several or bool(complete)
         while cut_long and (cut := SAFE_CUT.search(rest, PIECE, len(rest) - len(delimiter))):
             piece = rest[:cut.start()]
             rest = rest[cut.start():]
@@ -110,18 +165,133 @@ def read_pieces(path, delimiter, cut_long, bar):
             begun = True
         need(len(rest) <= LIMIT, f"{path} has more than {LIMIT:,} characters without a place to cut them; "
                                  "is the --delimiter right?")
-    yield from last_piece(rest, begun)
+    pieces = list(last_piece(rest, begun))
+    seen["empty"] += not (pieces or several)  # what follows a delimiter at the end is no document
+    yield from pieces
 
 
 def total_size(paths):
     return sum(map(os.path.getsize, paths))
 
 
-def read_documents(paths, delimiter, cut_long, label):
-    """Yield the pieces of several files, under a progress bar with this label."""
+def read_documents(paths, delimiter, cut_long, label, seen=None):
+    """Yield the pieces of several files, under a progress bar with this label; see read_pieces()."""
+    seen = Counter() if seen is None else seen
     with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
-            yield from read_pieces(path, delimiter, cut_long, bar)
+            yield from read_pieces(path, delimiter, cut_long, bar, seen)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The work of the split: measure, and cut
+
+LONGEST = 200  # documents whose sizes are kept: no more than these have over 1/200 of the text each
+SEAM = 1000  # characters in which to look for the end of a line where a document is cut in two
+
+
+def hash_percent(key):
+    """Return in which hundredth of all hashes (below 2**64) one is: 0 to 99."""
+    return key * 100 >> 64
+
+
+def survey(keyed_pieces):
+    """Measure a corpus, a stream of (hash, piece) -> (its bytes, [bytes of each percent], longest documents).
+
+    The last is a list of (bytes, index of the document, percent of its hash), LONGEST at most.
+    """
+    by_percent = [0] * 100
+    longest = []  # a heap
+    size, index = 0, 0
+    for key, (text, ends) in keyed_pieces:
+        size += len(text.encode())
+        if ends:
+            percent = hash_percent(key)
+            by_percent[percent] += size
+            heapq.heappush(longest, (size, index, percent))
+            if len(longest) > LONGEST:
+                heapq.heappop(longest)
+            size, index = 0, index + 1
+    return sum(by_percent), by_percent, longest
+
+
+def rest_of_document(piece, keyed_pieces):
+    """Yield a piece and those that follow, up to the end of the document."""
+    yield piece
+    while not piece[1]:
+        _, piece = next(keyed_pieces)
+        yield piece
+
+
+def by_document(keyed_pieces):
+    """Yield (hash, iterator over the pieces) for each document of a stream of (hash, piece)."""
+    for key, piece in keyed_pieces:
+        document = rest_of_document(piece, keyed_pieces)
+        yield key, document
+        for _ in document:  # what was not wanted
+            pass
+
+
+def cut_document(document, size):
+    """Cut a document of `size` bytes before its last tenth -> its pieces, as ("train" or "val", piece).
+
+    The cut is at the next end of a line, else at the next white space, if one is near. Where it is depends on
+    the text alone, not on its pieces.
+    """
+    left = size * 9 // 10  # bytes before the last tenth
+    near = min(SEAM, size // 40)  # characters: at least three quarters of the tenth are left
+    begun = False
+    for text, ends in document:
+        data = text.encode()
+        if len(data) <= left:
+            yield "train", (text, False)
+            left -= len(data)
+            begun = True
+            continue
+        place = len(data[:left].decode(errors="ignore"))
+        while len(text) <= place + near and not ends:
+            more, ends = next(document)
+            text += more
+        window = text[place:place + near]
+        seam = re.search(r"\n", window) or re.search(r"\s", window)
+        place += seam.start() if seam else 0
+        for piece in last_piece(text[:place], begun):
+            yield "train", piece
+        yield "val", (text[place:].lstrip(), ends)
+        for piece in document:
+            yield "val", piece
+
+
+def report(meta, folder):
+    """Print what meta.json says of both sides and how they were split. Warnings go to stderr."""
+    train, val, split = meta["train"], meta["val"], meta["split"]
+    print(f"{folder}: a vocabulary of {meta['vocab_size']:,}; {train['tokens']:,} tokens for training, "
+          f"{val['tokens']:,} for validation.")
+    print(f"split {split['rule']}; empty documents left out: {split['empty_documents']:,}")
+    columns = ("documents", "tokens", "bytes")
+    print(" " * 5, *(f"{column:>14}" for column in columns))
+    for name, side in (("train", train), ("val", val)):
+        print(f"{name:<5}", *(f"{side[column]:>14,}" for column in columns))
+    warnings = [f"{folder} has {problem}; more text helps, or another --val_input."
+                for problem in lopsided(train["tokens"], val["tokens"])]
+    if split.get("delimiters") == 0:
+        note = f"the delimiter {split['delimiter']!r} occurs nowhere, so each file is one document."
+        if split["delimiter"] == END:  # a plain text, probably
+            print(f"({note})")
+        else:
+            warnings.append(note)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def lopsided(train_tokens, val_tokens):
+    """Return what is wrong with the sizes of the two sides, a list."""
+    share = val_tokens / (train_tokens + val_tokens)
+    problems = []
+    if val_tokens < 1000:
+        problems.append(f"only {val_tokens:,} tokens for validation, whose loss will say little")
+    if share > 1 / 5:
+        problems.append(f"{share:.0%} of its tokens for validation, which are lost for training")
+    return problems
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -194,6 +364,27 @@ def map_batches(work, pieces, workers):
 # The folder that is whole or absent
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Where a disk is full or broken, say which path that was: the system's own error does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        raise OSError(f"cannot write {path}: {error.strerror}; make room there and start again.") from None
+
+
+def check_link(path):
+    """ValueError if a path is a link to what is not there: it is neither absent nor anything else."""
+    need(path.exists() or not path.is_symlink(),
+         f"{path} is a link to {os.path.realpath(path)}, which is not there: bring that back, or remove the "
+         "link.")
+
+
 def is_running(process):
     try:
         return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
@@ -211,17 +402,28 @@ def remove_leftovers(name):
 
 @contextlib.contextmanager
 def new_folder(name):
-    """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not."""
+    """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not.
+
+    FileExistsError if data/NAME is there at the end: another process was quicker.
+    """
+    check_link(DATA)
+    check_link(DATA / name)
     DATA.mkdir(parents=True, exist_ok=True)
     remove_leftovers(name)
     folder = DATA / f".{name}.{os.getpid()}.tmp"
     folder.mkdir(exist_ok=True)
     try:
-        yield folder
-        for path in folder.iterdir():  # what is renamed must be on the disk
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        os.rename(folder, DATA / name)
+        with writing(DATA / name):
+            yield folder
+            for path in folder.iterdir():  # what is renamed must be on the disk
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+        try:
+            os.rename(folder, DATA / name)
+        except OSError:
+            if not os.path.lexists(DATA / name):
+                raise
+            raise FileExistsError(f"{DATA / name} exists already: another run made it meanwhile.") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -237,18 +439,27 @@ def file_size(path):
     return path.stat().st_size if path.exists() else 0
 
 
+def wrong_size(name, path, size):
+    return f"{name} has {file_size(path):,} bytes and not {size or 0:,}"
+
+
 def download(url, path, size=None):
-    """Download a URL to a file, called PATH.part until it is whole, unless the file is there.
+    """Download a URL to a file, called PATH.part until it is whole, unless the file is there, all of it.
 
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
+    def is_there():
+        return path.exists() and size in (None, file_size(path))
+
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not is_there():  # put there by hand
+        print(f"{wrong_size(path, path, size)}: downloading it anew.")
     part = Path(f"{path}.part")
     etag_file = Path(f"{path}.part.etag")
     failures = 0  # attempts in a row that brought nothing new
     answered = False  # has the server ever answered?
-    while not path.exists():
+    while not is_there():
         before = file_size(part)
         try:
             problem = receive(url, part, etag_file)
@@ -257,17 +468,17 @@ def download(url, path, size=None):
             problem = "no connection"
             answered = answered or file_size(part) > before
         if not problem:
-            os.replace(part, path)
             etag_file.unlink()
+            need(size in (None, file_size(part)),
+                 f"{wrong_size(url, part, size)}, so it is another file; try again later, or use "
+                 "--name storybook, or --input.")
+            os.replace(part, path)
             break
         failures = 0 if file_size(part) > before else failures + 1
         need(answered and failures < TRIES,
              f"{url} could not be downloaded ({problem}): connect to the internet and start again (what came "
              f"is kept), or put the file into {path.parent} by hand, or use --name storybook, or --input.")
         time.sleep(PAUSE * failures)
-    if size is not None:
-        need(file_size(path) == size, f"{path} has {file_size(path):,} bytes and not {size:,}; "
-                                      "remove it and start again to download it anew.")
 
 
 def receive(url, part, etag_file):
@@ -289,7 +500,8 @@ def receive(url, part, etag_file):
         else:
             need(code == 429 or code >= 500, f"The server answers {code} {answer.reason} for {url}.")
             return f"the server answers {code} {answer.reason}"
-        with open(part, mode) as file, byte_bar(desc=part.stem, total=total, initial=have) as bar:
+        bar = byte_bar(desc=part.stem, total=total, initial=have)
+        with bar, writing(part), open(part, mode) as file:
             etag_file.write_text(etag, encoding="utf-8")  # after `open` has emptied an older part
             for data in answer.iter_content(1 << 18):
                 file.write(data)
@@ -300,6 +512,8 @@ def receive(url, part, etag_file):
 # ----------------------------------------------------------------------------------------------------------
 # Opening a prepared folder
 
+FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
+
 
 def open_data(name, model_config):
     """Open data/NAME/ -> ([train ids, val ids], tokenizer, meta), checked against each other and the model.
@@ -308,6 +522,8 @@ def open_data(name, model_config):
     text of tokenizer.json as meta["tokenizer"]. ValueError says what is missing, damaged or does not fit.
     """
     folder = DATA / name
+    for path in (DATA, folder, *map(folder.joinpath, FILES)):
+        check_link(path)
     sink = model_config.sink_token
     need(name != "storybook" or sink in ("", *bpe.SPECIALS),
          f"data=storybook has no {sink}: take data=storybook_munch.")

@@ -1,7 +1,10 @@
 """prepare.py: the same bytes however the text comes and whoever encodes it; whole folders or none."""
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import random
@@ -24,6 +27,7 @@ import storybook
 import tokenizer as bpe
 from support import corpus
 from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_to_json
+from model import ModelConfig
 from support.runtime import run_main
 
 SCRIPT = str(Path(prepare.__file__).resolve())
@@ -147,9 +151,13 @@ def test_the_stream_of_documents_keeps_to_the_definition(monkeypatch):
             assert stream("in.txt", delimiter) == [(d, True) for d in prepare.documents(text, delimiter)]
 
 
-def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch):
+@pytest.mark.parametrize("kind", ["many", "few"])
+def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch, kind):
     """That program, copied out of the docstring, against the one that reads a stream with two workers."""
-    text = "\n<|endoftext|>\n".join(make_documents(1500))
+    documents = make_documents(1500)
+    if kind == "few":  # two long ones among short ones: these are cut
+        documents = documents[:30] + ["\n".join(documents[30:500])] + documents[500:600] + [long_text(70_000)]
+    text = "\n<|endoftext|>\n".join(documents)
     Path("in.txt").write_text(text, encoding="utf-8")
     for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 300)):
         monkeypatch.setattr(corpus, constant, value)
@@ -219,7 +227,34 @@ def test_no_cut_goes_through_a_delimiter(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ the split
 
-def test_split_is_by_whole_documents_and_stays():
+def long_text(n_characters, seed=0):
+    """Lines of English letters."""
+    rng = random.Random(seed)
+    lines = []
+    while n_characters > 0:
+        lines.append(" ".join(rng.choice(("the", "cat", "sat", "and", "ran")) for _ in range(9)) + f" {len(lines)}.")
+        n_characters -= len(lines[-1]) + 1
+    return "\n".join(lines)
+
+
+def split_of(name):
+    return json.loads(Path("data", name, "meta.json").read_text("utf-8"))["split"]
+
+
+def sides(documents):
+    """The two sides by the rule, without files."""
+    pieces = [(document, True) for document in documents]
+    rule = prepare.choose_rule(pieces)
+    return rule, *([text for text, _ in prepare.only(split, pieces, rule)] for split in ("train", "val"))
+
+
+def share(train, val):
+    size = len("".join(val).encode())
+    return size / (size + len("".join(train).encode()))
+
+
+def test_split_is_by_whole_documents_and_stays(monkeypatch):
+    monkeypatch.setattr(prepare, "ENOUGH", 1000)             # else more than 1% of so little text
     documents = make_documents(3000)
     write("a.txt", documents)
     write("b.txt", make_documents(500, seed=9)[250:] + documents[::-1] + documents[:9])
@@ -230,6 +265,142 @@ def test_split_is_by_whole_documents_and_stays():
     assert set(val) == set(decoded("b", "val")) & set(documents)         # whatever the order and the company
     assert set(val) == {d for d in documents                              # and this is the rule, for good
                         if int(hashlib.blake2b(d.encode(), digest_size=8).hexdigest(), 16) < 2**64 / 100}
+
+
+@pytest.mark.parametrize("n, length, spread, least, most", [
+    (30_000, 80, 0.3, 0.0075, 0.02), (10_000, 200, 1, 0.0075, 0.02), (900, 3000, 0.5, 0.0075, 0.02),
+    (10_000, 100, 0.5, 0.015, 0.04), (5000, 80, 0.5, 0.0375, 0.1), (1000, 200, 0.5, 0.06, 0.1),
+    (100, 1000, 0.3, 0.06, 0.1), (60, 100, 0.2, 0.06, 0.1)])
+def test_many_documents_give_a_hundredth_of_the_text_or_some_thousand_tokens(n, length, spread, least, most):
+    rng = random.Random(n)
+    documents = [f"{i} {rng.randbytes(int(length / 2 * rng.lognormvariate(0, spread))).hex()}" for i in range(n)]
+    rule, train, val = sides(documents)
+    assert sorted(train + val) == sorted(documents) and str(rule).startswith("by hash")
+    assert least <= share(train, val) <= most
+    size = len("".join(documents))
+    assert len("".join(val)) >= min(12_000, 0.06 * size)
+    _, _, again = sides(documents + ["One more document, " + "x" * length])
+    assert [document for document in again if document in set(documents)] == val
+
+
+def test_equal_documents_never_stand_on_both_sides():
+    rng = random.Random(3)
+    originals = make_documents(600) + [long_text(2500, seed) for seed in range(4)]
+    for n in (3, 30, 300, 3000):
+        documents = rng.choices(originals, k=n) + originals[-4:] * 2
+        _, train, val = sides(documents)
+        assert val and not set(train) & set(val) and share(train, val) <= 0.1
+
+
+def test_long_documents_among_many_are_for_training():
+    documents = make_documents(3000) + [long_text(90_000)]
+    rule, train, val = sides(documents)
+    assert len(rule.long) == 1 and rule.percents and documents[-1] in train
+    assert sorted(train + val) == sorted(documents) and 0.0375 <= share(train, val) <= 0.1
+    often = make_documents(3000, seed=1) + ["Equal texts, too many for one side."] * 5000
+    _, train, val = sides(often)
+    assert share(train, val) <= 0.1 and sorted(train + val) == sorted(often)
+
+
+def test_one_plain_file_gives_its_last_tenth(capsys):
+    """What every learner of nanoGPT has: input.txt."""
+    text = long_text(300_000)
+    Path("input.txt").write_text(text)
+    go("--name", "mine", "--input", "input.txt", "--vocab_size", 300)
+    (train,), (val,) = decoded("mine", "train"), decoded("mine", "val")
+    assert train + "\n" + val == text and 0.095 < share([train], [val]) <= 0.1      # cut between two lines
+    meta = json.loads(Path("data/mine/meta.json").read_text("utf-8"))
+    assert meta["split"] == {"rule": "by position (the last tenth of the long documents: 1)",
+                             "empty_documents": 0, "delimiter": prepare.END, "delimiters": 0}
+    assert meta["val"] == {"documents": 1, "tokens": len(ids_of("mine", "val")), "bytes": len(val)}
+    out, errors = capsys.readouterr()
+    assert "split by position" in out and f"{meta['val']['bytes']:,}" in out and "occurs nowhere" in out
+    assert "warning" not in errors
+
+
+def test_two_plain_files_of_which_one_is_a_line():
+    text = long_text(190_000)
+    Path("a.txt").write_text("one line"), Path("b.txt").write_text(text)
+    go("--name", "mine", "--input", "a.txt", "b.txt", "--vocab_size", 300)
+    line, train = decoded("mine", "train")
+    val, = decoded("mine", "val")
+    assert line == "one line" and train + "\n" + val == text and 0.095 < share([train], [val]) <= 0.1
+
+
+def test_a_hundred_uneven_stories():
+    rng = random.Random(0)
+    documents = [long_text(int(10_000 * rng.lognormvariate(0, 1.2)), i) for i in range(100)]
+    rule, train, val = sides(documents)
+    assert not rule.percents and 0.05 <= share(train, val) <= 0.1
+    heads = [text for text in train if text not in set(documents)]
+    assert len(heads) == len(val) == len(rule.long)
+    assert {head + "\n" + tail for head, tail in zip(heads, val)} <= set(documents)
+    assert sides(documents + ["A short one."])[2] == val
+
+
+def test_where_a_long_document_is_cut_does_not_depend_on_its_pieces(monkeypatch):
+    texts = [long_text(50_000), "猫が好き。" * 3000, "naïve 🙂 " * 2000, "x" * 900 + " " * 90 + "y" * 10]
+    for text in texts:
+        found = set()
+        for block, piece, cut in ((700, 300, True), (64, 2000, True), (10**6, 4600, True), (999, 1, False)):
+            monkeypatch.setattr(corpus, "BLOCK", block)
+            monkeypatch.setattr(corpus, "PIECE", piece)
+            pieces = stream(write("in.txt", [text]), cut=cut)
+            for split in ("train", "val"):
+                parts = list(prepare.only(split, pieces, prepare.Rule({0: len(text.encode())})))
+                assert [ends for _, ends in parts].count(True) == 1 and parts[-1][1]
+                found.add((split, "".join(part for part, _ in parts)))
+        (_, train), (_, val) = sorted(found)
+        assert train + text[len(train):len(text) - len(val)] + val == text and val == val.strip()
+        assert text[len(train):len(text) - len(val)].strip() == "" and train == train.rstrip()
+        assert 0.07 * len(text.encode()) <= len(val.encode()) <= 0.101 * len(text.encode()) + 3
+
+
+def test_a_short_text_over_and_over():
+    """No rule can keep copies on one side and give the other one something."""
+    with pytest.raises(ValueError, match="over and over.*--val_input"):
+        sides(["The same old story."] * 1000)
+    _, train, val = sides(["The same old story.", "Another one."] * 1000)
+    assert len(train) == len(val) == 1000 and len({*train, *val}) == 2
+
+
+def test_a_lopsided_split_is_a_warning(capsys):
+    write("in.txt", make_documents(60)), write("val.txt", make_documents(300, seed=1))
+    go("--name", "small", "--input", "in.txt", "--vocab_size", 300)
+    warning, = capsys.readouterr().err.splitlines()
+    assert re.match(r"warning: data.small has only \d\d\d tokens for validation", warning)
+    go("--name", "large", "--input", "in.txt", "--val_input", "val.txt", "--vocab_size", 300)
+    warning, = capsys.readouterr().err.splitlines()
+    assert re.match(r"warning: data.large has \d\d% of its tokens for validation", warning)
+    assert corpus.lopsided(9000, 1000) == corpus.lopsided(4000, 1000) == []
+    assert len(corpus.lopsided(9000, 999)) == len(corpus.lopsided(3999, 1000)) == 1
+
+
+def test_empty_documents_and_the_rule_are_recorded(capsys):
+    text = "\n<|endoftext|>\n".join(["", *make_documents(80), " \n\t", "", "end"]) + "\n<|endoftext|>\n"
+    Path("a.txt").write_text(text, encoding="utf-8"), Path("b.txt").write_text("")
+    go("--name", "x", "--input", "a.txt", "b.txt", "--vocab_size", 280)
+    split = split_of("x")
+    assert split["empty_documents"] == 4 and split["delimiters"] == 84
+    assert split["rule"].startswith("by hash (")
+    assert "empty documents left out: 4" in capsys.readouterr().out
+    go("--name", "y", "--input", "a.txt", "--val_input", "a.txt", "--vocab_size", 280)
+    assert split_of("y") == {"rule": "by file (as given)", "empty_documents": 6, "delimiter": prepare.END,
+                             "delimiters": 168}
+
+
+def test_a_delimiter_is_read_as_the_text_is(capsys):
+    documents = [d.replace("\n", " ") for d in make_documents(40)]
+    for end, text in (("lf", "\n\n"), ("crlf", "\r\n\r\n"), ("cr", "\r\r")):
+        Path(f"{end}.txt").write_bytes(text.join(documents).encode())
+        for name, delimiter in (("n", r"\n\n"), ("rn", r"\r\n\r\n"), ("r", r"\r\r"), ("raw", "\r\n\r\n")):
+            go("--name", end + name, "--input", f"{end}.txt", "--delimiter", delimiter, "--vocab_size", 280)
+            assert contents(end + name) == contents("lfn") and split_of(end + name)["delimiters"] == 39
+    assert "nowhere" not in "".join(capsys.readouterr())
+    assert sorted(decoded("lfn", "train") + decoded("lfn", "val")) == sorted(documents)
+    assert prepare.documents("a\r\n\r\nb", "\r\n\r\n") == ["a", "b"]
+    go("--name", "none", "--input", "lf.txt", "--delimiter", r"---\n", "--vocab_size", 280)
+    assert r"warning: the delimiter '---\n' occurs nowhere" in capsys.readouterr().err
 
 
 def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypatch):
@@ -243,16 +414,17 @@ def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypa
     assert len(keys) == 1 and len(set(*keys)) == 9
 
 
-def test_a_few_documents_give_one_to_validation():
+def test_a_few_documents_give_their_last_tenths():
     documents = make_documents(4)
     write("few.txt", documents + documents[:1])                          # an equal document goes the same way
     go("--name", "few", "--input", "few.txt", "--vocab_size", 280)
     train, val = decoded("few", "train"), decoded("few", "val")
-    assert len(set(val)) == 1 and sorted(train + val) == sorted(documents + documents[:1])
-    assert not set(train) & set(val)
-    write("one.txt", documents[:1])
-    assert "--delimiter" in refused_elsewhere("--name", "one", "--input", "one.txt")
-    go("--name", "two", "--input", "one.txt", "--delimiter", " ", "--vocab_size", 270)
+    assert len(set(train)) == len(set(val)) == 4 and not set(train) & set(val)
+    for document, head, tail in zip(documents + documents[:1], train, val):
+        assert document.startswith(head) and document.endswith(tail) and len(tail) < len(document) / 8
+        assert document[len(head):len(document) - len(tail)].strip() == ""
+    Path("one.txt").write_text("a")
+    assert "too short" in refused_elsewhere("--name", "one", "--input", "one.txt")
 
 
 def refused_elsewhere(*arguments):
