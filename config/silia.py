@@ -1,4 +1,4 @@
-# Silia v2 as published, 524,672 parameters: attention inside the SwiGLU, and a recipe with Muon.
+# Silia v2, 524,672 parameters: attention inside the SwiGLU, and a recipe with Muon.
 data = "silia"  # python prepare.py --name silia --vocab_size 512 --munch
 vocab_size = 512
 context = 1024

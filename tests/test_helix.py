@@ -47,6 +47,13 @@ def test_the_cache_of_360m_is_half_of_what_the_paper_writes():
     assert costs["state_bytes"] == 15 * 1024 * 4  # a running mean for each layer but the last, in float32
 
 
+def test_the_360m_has_33_norms_with_an_offset_each_and_a_cache_four_times_smaller():
+    """The paper counts 2 L norms, 32,768 offsets, and a cache "4-6 times" smaller."""
+    model = on_meta(published("360m"))
+    assert sum(p.numel() for name, p in model.named_parameters() if name.endswith("offset")) == 33 * 1024 == 33_792
+    assert published("360m").n_head == 4 * published("360m").n_kv_head
+
+
 def test_grouped_heads_save_projections_but_no_scores():
     """Equation 40 says that the scores of H queries and K keys cost (H + K) / 2H of those of H and H."""
     def flops(n_kv_head, length):

@@ -354,6 +354,16 @@ def test_without_the_gate_gated_spiral_attention_is_plain_attention():
     assert (make()(ids())[0] - plain(ids())[0]).abs().max() > 1e-2
 
 
+def test_gates_are_near_a_half_at_first_which_halves_the_scores():
+    """The paper calls that close to the ungated baseline."""
+    torch.manual_seed(0)
+    model, gates = LanguageModel(ModelConfig(vocab_size=100, n_layer=2)), []
+    for block in model.blocks:
+        block.mixer.gate.register_forward_hook(lambda module, args, out: gates.append(out))
+    model(ids(V=100))
+    assert (torch.stack(gates) - 0.5).abs().max() < 0.01
+
+
 def test_a_gate_of_zero_returns_the_mean_of_the_values():
     """The paper says that a small gate silences its head; it flattens it."""
     model, x = make(n_layer=1), ids(1)

@@ -1,0 +1,221 @@
+"""
+What has a model learned of the storybook? Exact answers, since the stories come from a known grammar.
+
+    python extras/judge.py --checkpoint out/tiny/ckpt.pt
+
+Two tables: the loss by kind of token (grammar, names, animals, colours, things and places when they are first
+told and when they come back), with the floor of each; and of 300 stories that the model generates, the share
+that the grammar accepts, and the share in which names, animals and colours stay the same throughout.
+
+Every story can be derived in one way only, and at every fork the text tells which way was taken. So to
+recognise a story is to generate it again, choosing at each fork what agrees with the text.
+"""
+
+import math
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import storybook
+from support import need
+from support.runtime import open_model, run_main, sink_ids
+from support.settings import CommandLine
+
+KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
+         "thing": "thing", "place": "place"}
+CHECKED = ("name", "animal", "colour")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The recogniser
+
+
+def words_of(slot, slots):
+    """The words that may stand in a slot, given the slots that are filled."""
+    teller = storybook.Teller(None)
+    teller.slots = slots
+    name, _, table = slot.partition(":")
+    return teller.words_for(name, table or name)
+
+
+def fill(slots, slot, word):
+    """The slots with one more; a name brings its pronouns."""
+    slots = slots | {slot: word}
+    if slot in ("hero", "friend"):
+        slots |= storybook.pronouns(word, "" if slot == "hero" else "friend.")
+    return slots
+
+
+def others(slot, table, slots):
+    """The words that stand in a filled slot by mistake: other names, animals, colours, pronouns."""
+    if slot.split(".")[-1] in ("he", "him", "his", "He"):
+        return {"he": ("he", "she"), "him": ("him", "her"), "his": ("his", "her"), "He": ("He", "She")}[
+            slot.split(".")[-1]]
+    if slot in ("hero", "friend"):
+        return storybook.GIRLS + storybook.BOYS
+    if slot in ("kind", "friend.kind"):
+        return storybook.ANIMALS + ["girl", "boy"]
+    return storybook.WORDS.get(table, ())
+
+
+def derivations(text, parts, at=0, slots=None, log_prob=0.0, wrong=()):
+    """Yield (end, slots, log p, wrong) for each way to derive a beginning of text[at:] from the parts.
+
+    wrong lists the slots that come back as another word than was first told: a slip that goes on being read.
+    """
+    slots = slots or {}
+    if not parts:
+        yield at, slots, log_prob, wrong
+        return
+    part, rest = parts[0], parts[1:]
+    if isinstance(part, str):
+        if text.startswith(part, at):
+            yield from derivations(text, rest, at + len(part), slots, log_prob, wrong)
+    elif isinstance(part, list):
+        for option in part:
+            yield from derivations(text, [*option, *rest], at, slots, log_prob - math.log(len(part)), wrong)
+    else:
+        slot, table = part
+        if slot in slots:
+            if text.startswith(slots[slot], at):
+                yield from derivations(text, rest, at + len(slots[slot]), slots, log_prob, wrong)
+            for word in others(slot, table, slots):
+                if word != slots[slot] and text.startswith(word, at):
+                    yield from derivations(text, rest, at + len(word), slots, log_prob, (*wrong, slot))
+            return
+        words = words_of(f"{slot}:{table}", slots)
+        for word in words:
+            if text.startswith(word, at):
+                yield from derivations(text, rest, at + len(word), fill(slots, slot, word),
+                                       log_prob - math.log(len(words)), wrong)
+
+
+def recognise(text):
+    """A text -> (log p under the grammar, slots that went wrong), or None if it is no story at all.
+
+    log p is -inf if slots went wrong.
+    """
+    whole = [found for found in derivations(text, storybook.BOOK) if found[0] == len(text)]
+    if not whole:
+        return None
+    _, _, log_prob, wrong = min(whole, key=lambda found: len(found[3]))
+    return (-math.inf if wrong else log_prob), wrong
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Generated stories
+
+
+@torch.no_grad()
+def generate_stories(model, tokenizer, n, temperature, seed, batch=50):
+    """n stories as the model generates them; one that does not end within the context is cut there."""
+    generator = torch.Generator(model.head_weight.device).manual_seed(seed)
+    start = sink_ids(model.config, tokenizer) + [tokenizer.end_of_text]
+    texts = []
+    while len(texts) < n:
+        idx = torch.tensor([start] * min(batch, n - len(texts)), device=generator.device)
+        columns = list(model.generate(idx, model.config.context - len(start), temperature,
+                                      generator=generator, n_ids=tokenizer.vocab_size))
+        for ids in torch.cat(columns, dim=1).tolist():
+            end = ids.index(tokenizer.end_of_text) if tokenizer.end_of_text in ids else len(ids)
+            texts.append(tokenizer.decode(ids[:end]))
+    return texts
+
+
+def judge(texts):
+    """{what: share of the texts}: accepted by the grammar, and of which names, animals, colours stay."""
+    found = [recognise(text) for text in texts]
+    shares = {"accepted": sum(f is not None and not f[1] for f in found),
+              "but for words that change": sum(f is not None for f in found)}
+    for kind in CHECKED:
+        shares[f"{kind} stays"] = sum(f is not None and all(KINDS.get(slot) != kind for slot in f[1])
+                                      for f in found)
+    return {what: count / len(texts) for what, count in shares.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Loss by kind of token
+
+
+class Annotator(storybook.Teller):
+    """Generates a story and notes of each character its kind, and each choice's share of -log p."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.spans = []  # (start, end, kind)
+        self.costs = []  # (character at which the choice shows, kind, nats)
+        self.kind = "grammar"
+
+    def choose(self, options):
+        self.costs.append((len(self.text), self.kind, math.log(len(options))))
+        return super().choose(options)
+
+    def word(self, slot, table):
+        again = slot in self.slots
+        kind = KINDS.get(slot)
+        self.kind = f"{kind}, {'again' if again else 'first'}" if kind else "grammar"
+        word = super().word(slot, table)
+        if kind:
+            self.spans.append((len(self.text), len(self.text) + len(word), self.kind))
+        self.kind = "grammar"
+        return word
+
+
+@torch.no_grad()
+def losses_by_kind(model, tokenizer, n, seed):
+    """{kind: (tokens, nats, nats of the floor)} over n validation stories, each read from its beginning."""
+    tokens, nats, floor = defaultdict(int), defaultdict(float), defaultdict(float)
+    start = sink_ids(model.config, tokenizer) + [tokenizer.end_of_text]
+    for i in range(n):
+        story = Annotator(random.Random(seed << 32 | i)).tell(storybook.BOOK)
+        ids = tokenizer.encode(story.text) + [tokenizer.end_of_text]
+        idx = torch.tensor([start + ids], device=model.head_weight.device)
+        if idx.size(1) - 1 > model.config.context:
+            continue
+        logits = model(idx[:, :-1])[0][0, len(start) - 1:]
+        loss = torch.nn.functional.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
+        kinds = ["grammar"] * (len(story.text.encode("utf-8")) + 1)
+        for begin, end, kind in story.spans:
+            kinds[begin:end] = [kind] * (end - begin)
+        at = 0
+        for id, x in zip(ids, loss):
+            size = 1 if id == tokenizer.end_of_text else len(tokenizer.token_bytes(id))
+            kind = next((k for k in kinds[at:at + size] if k != "grammar"), "grammar")
+            tokens[kind] += 1
+            nats[kind] += x
+            at += size
+        for _, kind, cost in story.costs:
+            floor[kind] += cost
+    return {kind: (tokens[kind], nats[kind], floor[kind]) for kind in sorted(tokens)}
+
+
+def judge_checkpoint():
+    parser = CommandLine(description=__doc__.splitlines()[1])
+    parser.add_argument("--checkpoint", type=Path, help="default: the newest out/*/ckpt.pt")
+    parser.add_argument("--n", type=int, default=300, help="stories (300)")
+    parser.add_argument("--seed", type=int, default=1, help="of the data and of the drawing (1)")
+    args = parser.parse_args()
+    need(args.n >= 1, "--n must be at least 1.")
+    path, model, tokenizer = open_model(args.checkpoint, "auto", "float32")
+    print(f"{path}: {args.n} validation stories, each read from its beginning")
+    print(f"{'kind of token':<20}{'tokens':>8}{'nats each':>11}{'floor':>9}")
+    table = losses_by_kind(model, tokenizer, args.n, 2 * args.seed + 1)
+    table["all"] = tuple(map(sum, zip(*table.values())))
+    for kind, (tokens, nats, floor) in table.items():
+        print(f"{kind:<20}{tokens:>8,}{nats / tokens:>11.4f}{floor / tokens:>9.4f}")
+    for temperature in (1.0, 0.7):
+        shares = judge(generate_stories(model, tokenizer, args.n, temperature, args.seed))
+        print(f"temperature {temperature}: " + ", ".join(f"{what} {share:.1%}" for what, share in shares.items()))
+
+
+def main():
+    run_main(judge_checkpoint)
+
+
+if __name__ == "__main__":
+    main()
