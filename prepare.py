@@ -8,8 +8,7 @@
 
     train.bin, val.bin   token ids, little-endian uint16, each document followed by the end-of-text id
     tokenizer.json       trained on the training documents alone, or a copy of --tokenizer
-    meta.json            documents, tokens, bytes of each split and how it was made; the tokenizer's sha256;
-                         the source
+    meta.json            documents, tokens, bytes of each split, the rule; the tokenizer's sha256; the source
 
 For a text that fits into memory, this is the whole program:
 
@@ -26,6 +25,7 @@ each of these steps, and support/corpus.py hands batches of it to worker process
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -41,9 +41,8 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, by_document, check_arguments, check_files, check_link, cut_document,
-                            download, hash_percent, map_batches, new_folder, read_documents, report, survey,
-                            useful_workers)
+from support.corpus import (DATA, END, check_arguments, check_files, check_links, cut_document, download,
+                            map_batches, new_folder, read_documents, report, survey, useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine
@@ -75,95 +74,84 @@ def with_lf(text):
 # ----------------------------------------------------------------------------------------------------------
 # The split: what is for validation?
 #
-# Of many documents, about 1% of the text (more, if that would be little), in whole documents. Not every
-# hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its side whatever
+# Of many documents, about 1% of the text (more if that would be little), in whole documents: not every
+# hundredth, nor by random numbers, but by a hash of the text itself. So a document stays on its side whatever
 # the corpus gains or loses, and its copies go with it: none is trained on and validated on. A few documents,
-# or some longer than all others together, cannot be shared out like that: of those, the last tenth of each.
+# or some that hold more than all others together, cannot be shared out like that: of those, the last tenth.
 
 HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
 ENOUGH = 16_000  # bytes for validation, about 4,000 tokens: a loss measured on fewer says little
-
-
-def document_hash(text):
-    """Return an integer below 2**64: as good as random, but the same on every machine (BLAKE2b)."""
-    return int.from_bytes(hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest(), "big")
-
-
-def with_hashes(pieces):
-    """Yield (hash of the document, piece) for each piece."""
-    begins = True
-    for text, ends in pieces:
-        if begins:
-            key = document_hash(text)
-        yield key, (text, ends)
-        begins = ends
+LONG = 2_000  # bytes of a document whose last tenth says something
 
 
 class Rule(NamedTuple):
-    """Who is for validation. By hash: the documents of these percents, but no long one. By position, if there
-    are no percents: the last tenth of each long document."""
+    """What is for validation: the documents of some hundredths, or, if there are none, the last tenths of the
+    documents in `long`."""
 
+    hundredths: list
     long: dict  # {index of the document: its bytes}
-    percents: tuple = ()  # 0 stands for the lowest hundredth of all hashes, 99 for the highest
 
     def __str__(self):
-        if self.percents:
-            return f"by hash ({len(self.percents)}% of all hashes; not the long documents: {len(self.long)})"
-        return f"by position (the last tenth of the long documents: {len(self.long)})"
+        if self.hundredths:
+            return f"by hash (whole documents, {len(self.hundredths)}% of all hashes)"
+        return f"by position (the last tenth of each of the {len(self.long)} longest documents)"
 
 
 def choose_rule(pieces):
-    """Read all pieces of a corpus and decide how to split it -> Rule.
-
-    A document is long if it has over half of the text that validation should get. ValueError if there is
-    nothing to split.
-    """
-    size, by_percent, longest = survey(with_hashes(pieces))
+    """Read all pieces of a corpus -> its Rule. ValueError if there is nothing to split."""
+    sizes, longest = survey(numbered(pieces))
+    size = sum(sizes)
     need(size, "There is no text in the input.")
-    wanted = next((percent for percent in (1, 2, 5) if size * percent / 100 >= ENOUGH), 8)
-    long = {index: n_bytes for n_bytes, index, _ in longest if n_bytes > size * wanted / 100 / 2}
-    for n_bytes, index, percent in longest:
-        if index in long:
-            by_percent[percent] -= n_bytes
-    percents = choose_percents(by_percent, wanted, size)
-    if 2 * sum(long.values()) >= size or (long and not percents):
-        return Rule(long)
-    if not percents:  # a few short texts over and over
-        used = [percent for percent in range(100) if by_percent[percent]]
-        need(len(used) > 1, "The input is one short document, over and over, so none is left for validation; "
-                            "give more text, or a --val_input.")
-        percents = [min(used, key=lambda percent: by_percent[percent])]
-    return Rule(long, tuple(percents))
+    hundredths = choose_hundredths(sizes)
+    if hundredths and 2 * sum(n_bytes for n_bytes in longest.values() if n_bytes > LONG) < size:
+        return Rule(hundredths, {})
+    need(longest, "The input is a few short texts over and over, so none is left for validation; give more "
+                  "text, or a --val_input.")
+    return Rule([], longest)
 
 
-def choose_percents(by_percent, wanted, size):
-    """Choose the percents that hold about `wanted` percent of a text of `size` bytes -> a list, or [].
+def choose_hundredths(sizes):
+    """Choose for validation from the bytes in each hundredth -> a list, empty if none will do.
 
-    They are the first ones, and further ones only if those have too little text: so the choice hardly ever
-    changes when a document is added. One with which it would be too much (a text copied often) is left out.
+    In a large even corpus it is the first one. Others follow where that is little; one that alone has too
+    much (the copies of a text) is left out. The choice rarely changes when a document is added.
     """
+    size = sum(sizes)
+    least = min(max(ENOUGH, size / 200), size / 20)
+    most = min(4 * least, size / 10)
     chosen, chosen_size = [], 0
-    for percent, n_bytes in enumerate(by_percent):
-        enough = chosen_size >= 0.75 * wanted / 100 * size
-        if percent >= wanted and enough:
-            break
-        if chosen_size + n_bytes <= min(2 * wanted, 10) / 100 * size:
-            chosen.append(percent)
+    for hundredth, n_bytes in enumerate(sizes):
+        if chosen_size < least and 0 < n_bytes <= most - chosen_size:
+            chosen.append(hundredth)
             chosen_size += n_bytes
-    return chosen if chosen_size else []
+    return chosen if chosen_size >= least else []
+
+
+def hundredth_of(text):
+    """Return the hundredth, 0 to 99, of a document's hash: as good as random, the same on every machine."""
+    digest = hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") * 100 >> 64
+
+
+def numbered(pieces):
+    """Yield (index of the document, hundredth of the document, piece) for each piece."""
+    index, begins = 0, True
+    for text, ends in pieces:
+        if begins:
+            hundredth = hundredth_of(text)
+        yield index, hundredth, (text, ends)
+        index, begins = index + ends, ends
 
 
 def only(split, pieces, rule):
     """Yield the pieces that a rule gives to a split, "train" or "val"."""
-    for index, (key, document) in enumerate(by_document(with_hashes(pieces))):
-        if index in rule.long and not rule.percents:
-            for side, piece in cut_document(document, rule.long[index]):
-                if side == split:
-                    yield piece
-        else:
-            for_validation = hash_percent(key) in rule.percents and index not in rule.long
-            if split == ("val" if for_validation else "train"):
-                yield from document
+    for (index, hundredth), group in itertools.groupby(numbered(pieces), lambda item: item[:2]):
+        document = (piece for _, _, piece in group)
+        if index in rule.long:
+            parts = cut_document(document, rule.long[index])
+            yield from (piece for side, piece in parts if side == split)
+        elif split == ("val" if hundredth in rule.hundredths else "train"):
+            yield from document
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -180,7 +168,7 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
     pieces = corpus.pieces("train", label="count")
     for batch_counts in map_batches(partial(count_batch, nfc=nfc), pieces, workers):
         counts.update(batch_counts)
-    need(counts, "There is no text for train.bin: the input is empty, or too short to split.")
+    need(counts, "There is no text for train.bin: the input is empty or too short.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
     return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(),
                          longest_match=longest_match)
@@ -217,8 +205,7 @@ def write_split(path, pieces, json_text, workers):
         for ids, n_documents, n_bytes in map_batches(encode, pieces, workers):
             file.write(ids)
             total.update(documents=n_documents, tokens=len(ids) // 2, bytes=n_bytes)
-    need(total["documents"],
-         f"There is no text for {path.name}: the input is empty, or too short to split.")
+    need(total["documents"], f"There is no text for {path.name}: the input is empty or too short.")
     return dict(total)
 
 
@@ -251,19 +238,19 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
 # ----------------------------------------------------------------------------------------------------------
 # The sources. A corpus is a class with three members: `source` says in meta.json where the text is from,
 # pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar, and
-# split() says, after all streams, how they were split.
+# split(), once these are read, says for meta.json how they were told apart.
 
 
 class TextFiles:
-    """Documents from text files; without files to validate on, they are split by a rule."""
+    """Documents from text files; without files to validate on, a rule splits them."""
 
     def __init__(self, inputs, val_inputs, delimiter, cut_long):
         self.files = {"train": inputs, "val": val_inputs or inputs}
         names = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
-        self.source = names.encode(errors="backslashreplace").decode()  # a name need not be UTF-8
+        self.source = names.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may be any bytes
         self.delimiter = with_lf(delimiter)
         self.cut_long = cut_long
-        self.seen = {}  # delimiters and empty documents, counted by read_documents()
+        self.seen = {}  # {split: delimiters and empty documents in its files}
         self.rule = None if val_inputs else choose_rule(self.read("train", label="split"))
 
     def read(self, split, label):
@@ -296,7 +283,7 @@ class Stories:
         return ((text, True) for text, _ in self.stories[split])
 
     def split(self):
-        return {"rule": "by random numbers (a stream for each side)", "empty_documents": 0}
+        return {"rule": "by random numbers (each side has its own)", "empty_documents": 0}
 
     def add_floor(self, meta):
         """Add to meta.json the loss of a model that knows the true probabilities: none gets below it."""
@@ -326,14 +313,8 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, lon
     print(f"Making {train + val:,} little stories for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"
-    try:
-        return write_folder(name, Stories(seed, train, val), vocab_size=vocab_size,
-                            longest_match=longest_match, **options)
-    except FileExistsError:  # two first runs at once: the stories are the same
-        if not (DATA / name / "meta.json").exists():
-            raise
-        print(f"Another run has made {DATA / name} meanwhile, which is used.")
-        return DATA / name
+    return write_folder(name, Stories(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
+                        **options)
 
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
@@ -357,10 +338,9 @@ def arguments(argv):
     parser = CommandLine(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
-    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8 (also .gz, .bz2, .xz)")
+    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8, or that in .gz")
     option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% to 10%% of the input)")
-    option("--delimiter", metavar="S", default=END,
-           help=rf"between documents (default: {END}); \n is a line break, and \r\n another word for it")
+    option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n or \r\n is a line end")
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")
@@ -374,8 +354,7 @@ def arguments(argv):
 
 def run(args):
     """Make the folder that the arguments ask for, from one of the three sources."""
-    check_link(DATA)
-    check_link(DATA / args.name)
+    check_links(DATA / args.name)
     need(not os.path.lexists(DATA / args.name),
          f"{DATA / args.name} exists already; remove it, or choose another --name.")
     options = {"workers": args.workers, "nfc": args.nfc, "longest_match": args.munch}
@@ -393,14 +372,12 @@ def run(args):
 
 
 def main(argv=None):
-    for name in ("SIGTERM", "SIGHUP"):  # a polite kill or a closed terminal cleans up too, but under nohup
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up too
     try:
         run(arguments(argv))
     except KeyboardInterrupt:
         sys.exit("error: interrupted, so there is no new folder (a download goes on where it stopped).")
-    except ValueError as error:  # argparse's sentences have no full stop
+    except ValueError as error:  # argparse's own sentences have no full stop
         raise ValueError(f"{str(error).rstrip('.')}.") from None
 
 

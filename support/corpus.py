@@ -1,16 +1,13 @@
-"""Text of any size for prepare.py: files -> documents in bounded memory, the work of the split, worker
-processes, a folder that is whole or absent, a download that can be resumed. And open_data(), which checks a
-prepared folder."""
+"""Text of any size for prepare.py: files -> documents in bounded memory, worker processes, a folder that is
+whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
 
-import bz2
+import codecs
 import contextlib
-import errno
 import gzip
 import hashlib
 import heapq
 import io
 import json
-import lzma
 import multiprocessing
 import os
 import re
@@ -20,7 +17,7 @@ import sys
 import threading
 import time
 import zlib
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,19 +59,18 @@ def check_arguments(args, storybooks):
 
 
 def check_files(paths):
-    """Check that paths are files which may be text, or ValueError."""
+    """ValueError unless all paths are files that may be text. JSON is text, too, but nobody wants its braces."""
     for path in paths:
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
-        # A .jsonl file is plain text in UTF-8, too, but nobody wants a model of its braces.
-        need(not re.search(r"\.(jsonl|ndjson)(\.\w+)?$", str(path), re.IGNORECASE),
-             f"{path} has JSON lines, which are not read as text: plain text in UTF-8 is expected, documents "
-             "separated by the --delimiter; write its texts into such a file first.")
+        need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", path.lower()),
+             f"{path} is JSON; plain text is expected, the documents separated by the --delimiter: write its "
+             "texts into such a file first.")
 
 
 # ----------------------------------------------------------------------------------------------------------
 # From files to documents
 
-BLOCK = 1 << 20  # characters read at a time
+BLOCK = 1 << 20  # bytes read at a time
 PIECE = 1 << 20  # characters from which on a document is cut into pieces
 LIMIT = 16 * PIECE  # characters without a safe place to cut: no text whose memory we could bound
 # Where both split patterns (GPT-4's and GPT-2's) begin a new chunk whatever is around, and where the chunk
@@ -84,53 +80,37 @@ LIMIT = 16 * PIECE  # characters without a safe place to cut: no text whose memo
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\n!-/:-@\[-`{-~，。、])|(?<=[A-Za-z])(?=[0-9])")
 
 
-UNPACK = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-
-
-def unpacked(path, file):
-    """Return a binary file as it is, or a reader of what is packed in it, by its name's ending."""
-    unpack = UNPACK.get(Path(path).suffix.lower())
-    return unpack(file) if unpack else file
-
-
-def first_zero(path):
-    """Return the offset of the first zero byte in a (packed) file that has one."""
-    offset = 0
-    with open(path, "rb") as raw, unpacked(path, raw) as file:
-        while (place := (block := file.read(BLOCK)).find(0)) < 0:
-            offset += len(block)
-    return offset + place
-
-
 def read_text(path, bar):
     """Yield a UTF-8 file's text block by block, without a byte order mark and with LF for every line end.
 
-    ValueError if it is not UTF-8 or has zero bytes, with the offset of the first bad byte (in the text, if it
-    is packed), or if it cannot be read or unpacked.
+    A name in .gz stands for a packed text. ValueError if the file cannot be read or unpacked, is not UTF-8 or
+    has zero bytes, with the offset of the first bad byte (of the unpacked text).
     """
-    try:
-        with open(path, "rb") as raw, unpacked(path, raw) as file:
-            yield from read_blocks(path, raw, file, bar)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise ValueError(f"{path} cannot be read: {reason}.") from None
-
-
-def read_blocks(path, raw, file, bar):
-    """Do the work of read_text(): `file` unpacks the open file `raw`, or is the same."""
     start = bar.n
-    text_file = io.TextIOWrapper(file, encoding="utf-8-sig", newline=None)
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    offset = 0  # bytes decoded so far
+    data = None
     try:
-        while text := text_file.read(BLOCK):
-            if "\0" in text:
-                raise ValueError(f"{path} is no plain text: it has zero bytes, the first at offset "
-                                 f"{first_zero(path)} (UTF-16, or binary?).")
-            yield text
-            bar.update(start + raw.tell() - bar.n)
+        with open(path, "rb") as raw, unpacked(raw, path) as file:
+            while data != b"":
+                data = file.read(BLOCK)
+                text = decoder.decode(data, final=not data)
+                need(b"\0" not in data, f"{path} is no plain text: it has zero bytes, the first at offset "
+                                        f"{offset + data.find(0)} (UTF-16, or binary?).")
+                yield text
+                offset += len(data)
+                bar.update(start + raw.tell() - bar.n)
     except UnicodeDecodeError as error:
-        offset = file.tell() - len(error.object) + error.start  # object's bytes end at tell()
+        offset += len(data) - len(error.object) + error.start  # object's bytes end where data's do
         raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
                          f"offset {offset}); please save it as UTF-8.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def unpacked(file, path):
+    """Return a binary file, or what gzip has packed in it."""
+    return gzip.GzipFile(fileobj=file) if path.lower().endswith(".gz") else file
 
 
 def last_piece(text, begun):
@@ -141,23 +121,20 @@ def last_piece(text, begun):
 
 
 def read_pieces(path, delimiter, cut_long, bar, seen):
-    """Yield the documents of a file as (text, ends), counting "delimiters" and "empty" documents in `seen`.
+    """Yield the documents of a file as (text, ends). Count "delimiters" and "empty" documents in `seen`.
 
     If `cut_long`, those longer than PIECE come in several pieces, of which only the last one ends the
     document (and may be empty). ValueError if more than LIMIT characters have no place to cut them.
     """
     rest = ""  # of the document being read: text not given out yet
     begun = False  # was a piece of it given out?
-    several = False  # did a delimiter occur?
     for block in read_text(path, bar):
         *complete, rest = (rest + block).split(delimiter)
-        for text in complete:
-            pieces = list(last_piece(text, begun))
-            seen["empty"] += not pieces
-            yield from pieces
-            begun = False
         seen["delimiters"] += len(complete)
-        several = several or bool(complete)
+        for text in complete:
+            seen["empty"] += not (begun or text.strip())
+            yield from last_piece(text, begun)
+            begun = False
         while cut_long and (cut := SAFE_CUT.search(rest, PIECE, len(rest) - len(delimiter))):
             piece = rest[:cut.start()]
             rest = rest[cut.start():]
@@ -165,70 +142,41 @@ def read_pieces(path, delimiter, cut_long, bar, seen):
             begun = True
         need(len(rest) <= LIMIT, f"{path} has more than {LIMIT:,} characters without a place to cut them; "
                                  "is the --delimiter right?")
-    pieces = list(last_piece(rest, begun))
-    seen["empty"] += not (pieces or several)  # what follows a delimiter at the end is no document
-    yield from pieces
+    yield from last_piece(rest, begun)
 
 
 def total_size(paths):
     return sum(map(os.path.getsize, paths))
 
 
-def read_documents(paths, delimiter, cut_long, label, seen=None):
+def read_documents(paths, delimiter, cut_long, label, seen):
     """Yield the pieces of several files, under a progress bar with this label; see read_pieces()."""
-    seen = Counter() if seen is None else seen
     with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
             yield from read_pieces(path, delimiter, cut_long, bar, seen)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The work of the split: measure, and cut
+# The work of the split: measure, cut, report
 
-LONGEST = 200  # documents whose sizes are kept: no more than these have over 1/200 of the text each
 SEAM = 1000  # characters in which to look for the end of a line where a document is cut in two
 
 
-def hash_percent(key):
-    """Return in which hundredth of all hashes (below 2**64) one is: 0 to 99."""
-    return key * 100 >> 64
+def survey(numbered_pieces):
+    """Measure a stream of (index, hundredth, piece) -> ([bytes in each hundredth], {index: bytes}).
 
-
-def survey(keyed_pieces):
-    """Measure a corpus, a stream of (hash, piece) -> (its bytes, [bytes of each percent], longest documents).
-
-    The last is a list of (bytes, index of the document, percent of its hash), LONGEST at most.
+    The latter has the documents that hold over 1% of all bytes, each of them.
     """
-    by_percent = [0] * 100
-    longest = []  # a heap
-    size, index = 0, 0
-    for key, (text, ends) in keyed_pieces:
+    sizes = [0] * 100
+    longest = [(0, -1)] * 100  # a heap of (bytes, index): no more can hold over 1%
+    size = 0
+    for index, hundredth, (text, ends) in numbered_pieces:
         size += len(text.encode())
         if ends:
-            percent = hash_percent(key)
-            by_percent[percent] += size
-            heapq.heappush(longest, (size, index, percent))
-            if len(longest) > LONGEST:
-                heapq.heappop(longest)
-            size, index = 0, index + 1
-    return sum(by_percent), by_percent, longest
-
-
-def rest_of_document(piece, keyed_pieces):
-    """Yield a piece and those that follow, up to the end of the document."""
-    yield piece
-    while not piece[1]:
-        _, piece = next(keyed_pieces)
-        yield piece
-
-
-def by_document(keyed_pieces):
-    """Yield (hash, iterator over the pieces) for each document of a stream of (hash, piece)."""
-    for key, piece in keyed_pieces:
-        document = rest_of_document(piece, keyed_pieces)
-        yield key, document
-        for _ in document:  # what was not wanted
-            pass
+            sizes[hundredth] += size
+            heapq.heappushpop(longest, (size, index))
+            size = 0
+    return sizes, {index: size for size, index in longest if size > sum(sizes) / 100}
 
 
 def cut_document(document, size):
@@ -238,7 +186,7 @@ def cut_document(document, size):
     the text alone, not on its pieces.
     """
     left = size * 9 // 10  # bytes before the last tenth
-    near = min(SEAM, size // 40)  # characters: at least three quarters of the tenth are left
+    near = min(SEAM, size // 40)  # so at least three quarters of the tenth stay
     begun = False
     for text, ends in document:
         data = text.encode()
@@ -262,36 +210,20 @@ def cut_document(document, size):
 
 
 def report(meta, folder):
-    """Print what meta.json says of both sides and how they were split. Warnings go to stderr."""
+    """Print what meta.json says of both sides and how they were split; on stderr, if they are lopsided."""
     train, val, split = meta["train"], meta["val"], meta["split"]
     print(f"{folder}: a vocabulary of {meta['vocab_size']:,}; {train['tokens']:,} tokens for training, "
           f"{val['tokens']:,} for validation.")
-    print(f"split {split['rule']}; empty documents left out: {split['empty_documents']:,}")
-    columns = ("documents", "tokens", "bytes")
-    print(" " * 5, *(f"{column:>14}" for column in columns))
     for name, side in (("train", train), ("val", val)):
-        print(f"{name:<5}", *(f"{side[column]:>14,}" for column in columns))
-    warnings = [f"{folder} has {problem}; more text helps, or another --val_input."
-                for problem in lopsided(train["tokens"], val["tokens"])]
+        print(f"{name}: {side['documents']:,} documents, {side['tokens']:,} tokens, {side['bytes']:,} bytes")
+    print(f"split {split['rule']}; empty documents left out: {split['empty_documents']:,}")
     if split.get("delimiters") == 0:
-        note = f"the delimiter {split['delimiter']!r} occurs nowhere, so each file is one document."
-        if split["delimiter"] == END:  # a plain text, probably
-            print(f"({note})")
-        else:
-            warnings.append(note)
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-
-
-def lopsided(train_tokens, val_tokens):
-    """Return what is wrong with the sizes of the two sides, a list."""
-    share = val_tokens / (train_tokens + val_tokens)
-    problems = []
-    if val_tokens < 1000:
-        problems.append(f"only {val_tokens:,} tokens for validation, whose loss will say little")
-    if share > 1 / 5:
-        problems.append(f"{share:.0%} of its tokens for validation, which are lost for training")
-    return problems
+        print(f"The delimiter {split['delimiter']!r} occurs nowhere, so each file is one document.")
+    share = val["tokens"] / (train["tokens"] + val["tokens"])
+    if val["tokens"] < 1000 or share > 1 / 5:
+        print(f"warning: {folder} is lopsided: {val['tokens']:,} tokens, {share:.1%} of all, are for validation "
+              "(good are 1,000 or more, and up to 20%); give more text, or another --val_input.",
+              file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -364,25 +296,22 @@ def map_batches(work, pieces, workers):
 # The folder that is whole or absent
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
 @contextlib.contextmanager
 def writing(path):
-    """Where a disk is full or broken, say which path that was: the system's own error does not."""
+    """Name `path` in a system's error that names no file: that of a full disk."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM or error.filename is not None:
-            raise
-        raise OSError(f"cannot write {path}: {error.strerror}; make room there and start again.") from None
+        error.filename = error.filename or str(path)
+        raise
 
 
-def check_link(path):
-    """ValueError if a path is a link to what is not there: it is neither absent nor anything else."""
-    need(path.exists() or not path.is_symlink(),
-         f"{path} is a link to {os.path.realpath(path)}, which is not there: bring that back, or remove the "
-         "link.")
+def check_links(path):
+    """ValueError if a path or a folder above it is a link to what is not there."""
+    for place in (path, *path.parents):
+        need(place.exists() or not place.is_symlink(),
+             f"{place} is a link to {os.path.realpath(place)}, which is not there; bring that back, or remove "
+             "the link.")
 
 
 def is_running(process):
@@ -402,12 +331,8 @@ def remove_leftovers(name):
 
 @contextlib.contextmanager
 def new_folder(name):
-    """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not.
-
-    FileExistsError if data/NAME is there at the end: another process was quicker.
-    """
-    check_link(DATA)
-    check_link(DATA / name)
+    """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not."""
+    check_links(DATA / name)
     DATA.mkdir(parents=True, exist_ok=True)
     remove_leftovers(name)
     folder = DATA / f".{name}.{os.getpid()}.tmp"
@@ -418,12 +343,9 @@ def new_folder(name):
             for path in folder.iterdir():  # what is renamed must be on the disk
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
-        try:
-            os.rename(folder, DATA / name)
-        except OSError:
-            if not os.path.lexists(DATA / name):
-                raise
-            raise FileExistsError(f"{DATA / name} exists already: another run made it meanwhile.") from None
+        if os.path.lexists(DATA / name):
+            raise FileExistsError(f"{DATA / name} exists already: another process has made it meanwhile.")
+        os.rename(folder, DATA / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -439,8 +361,9 @@ def file_size(path):
     return path.stat().st_size if path.exists() else 0
 
 
-def wrong_size(name, path, size):
-    return f"{name} has {file_size(path):,} bytes and not {size or 0:,}"
+def has_size(path, size):
+    """Return whether a file is there, and of this size if one is known."""
+    return path.exists() and size in (None, file_size(path))
 
 
 def download(url, path, size=None):
@@ -449,17 +372,14 @@ def download(url, path, size=None):
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
-    def is_there():
-        return path.exists() and size in (None, file_size(path))
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not is_there():  # put there by hand
-        print(f"{wrong_size(path, path, size)}: downloading it anew.")
+    if path.exists() and not has_size(path, size):  # put there by hand: it stays until we have a better one
+        print(f"{path} has {file_size(path):,} bytes and not {size:,}: downloading it anew.")
     part = Path(f"{path}.part")
     etag_file = Path(f"{path}.part.etag")
     failures = 0  # attempts in a row that brought nothing new
     answered = False  # has the server ever answered?
-    while not is_there():
+    while not has_size(path, size):
         before = file_size(part)
         try:
             problem = receive(url, part, etag_file)
@@ -469,9 +389,8 @@ def download(url, path, size=None):
             answered = answered or file_size(part) > before
         if not problem:
             etag_file.unlink()
-            need(size in (None, file_size(part)),
-                 f"{wrong_size(url, part, size)}, so it is another file; try again later, or use "
-                 "--name storybook, or --input.")
+            need(has_size(part, size), f"{url} has {file_size(part):,} bytes and not {size or 0:,}: it is "
+                                       "another file by now; use --name storybook, or --input.")
             os.replace(part, path)
             break
         failures = 0 if file_size(part) > before else failures + 1
@@ -501,7 +420,7 @@ def receive(url, part, etag_file):
             need(code == 429 or code >= 500, f"The server answers {code} {answer.reason} for {url}.")
             return f"the server answers {code} {answer.reason}"
         bar = byte_bar(desc=part.stem, total=total, initial=have)
-        with bar, writing(part), open(part, mode) as file:
+        with writing(part), bar, open(part, mode) as file:
             etag_file.write_text(etag, encoding="utf-8")  # after `open` has emptied an older part
             for data in answer.iter_content(1 << 18):
                 file.write(data)
@@ -512,8 +431,6 @@ def receive(url, part, etag_file):
 # ----------------------------------------------------------------------------------------------------------
 # Opening a prepared folder
 
-FILES = ("train.bin", "val.bin", "tokenizer.json", "meta.json")
-
 
 def open_data(name, model_config):
     """Open data/NAME/ -> ([train ids, val ids], tokenizer, meta), checked against each other and the model.
@@ -522,8 +439,6 @@ def open_data(name, model_config):
     text of tokenizer.json as meta["tokenizer"]. ValueError says what is missing, damaged or does not fit.
     """
     folder = DATA / name
-    for path in (DATA, folder, *map(folder.joinpath, FILES)):
-        check_link(path)
     sink = model_config.sink_token
     need(name != "storybook" or sink in ("", *bpe.SPECIALS),
          f"data=storybook has no {sink}: take data=storybook_munch.")
@@ -556,7 +471,8 @@ def read_meta(folder, model_config):
         for split in tokens:
             (folder / f"{split}.bin").stat()  # FileNotFoundError if it is missing
         readable = meta["format"] == 1
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        check_links(Path(error.filename))
         command = f"python prepare.py --name {folder.name} --vocab_size {model_config.vocab_size}"
         command += " --munch" if model_config.sink_token else ""
         raise ValueError(f"there is no data in {folder}: {command} makes it of TinyStories, or of your own "
