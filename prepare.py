@@ -13,7 +13,7 @@
 For a text that fits into memory, this is the whole program:
 
     whole = [(document, True) for document in documents(text)]
-    rule = choose_rule(whole)
+    rule = choose_rule(numbered(whole))
     train, val = ([document for document, _ in only(split, whole, rule)] for split in ("train", "val"))
     tokenizer = train_bpe(count_chunks(train), vocab_size)
     for name, split in ("train.bin", train), ("val.bin", val):
@@ -33,7 +33,6 @@ import signal
 import sys
 from collections import Counter
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -41,11 +40,12 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, check_arguments, check_files, check_links, cut_document, download,
-                            map_batches, new_folder, read_documents, report, survey, useful_workers)
+from support.corpus import (DATA, END, check_arguments, check_files, check_links, download, map_batches,
+                            new_folder, read_documents, useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine
+from support.split import choose_rule, cut_document, report
 
 # ----------------------------------------------------------------------------------------------------------
 # What a document is
@@ -78,53 +78,9 @@ def with_lf(text):
 # hundredth, nor by random numbers, but by a hash of the text itself. So a document stays on its side whatever
 # the corpus gains or loses, and its copies go with it: none is trained on and validated on. A few documents,
 # or some that hold more than all others together, cannot be shared out like that: of those, the last tenth.
+# support/split.py measures the corpus and decides: see its Rule.
 
 HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
-ENOUGH = 16_000  # bytes for validation, about 4,000 tokens: a loss measured on fewer says little
-LONG = 2_000  # bytes of a document whose last tenth says something
-
-
-class Rule(NamedTuple):
-    """What is for validation: the documents of some hundredths, or, if there are none, the last tenths of the
-    documents in `long`."""
-
-    hundredths: list
-    long: dict  # {index of the document: its bytes}
-
-    def __str__(self):
-        if self.hundredths:
-            return f"by hash (whole documents, {len(self.hundredths)}% of all hashes)"
-        return f"by position (the last tenth of each of the {len(self.long)} longest documents)"
-
-
-def choose_rule(pieces):
-    """Read all pieces of a corpus -> its Rule. ValueError if there is nothing to split."""
-    sizes, longest = survey(numbered(pieces))
-    size = sum(sizes)
-    need(size, "There is no text in the input.")
-    hundredths = choose_hundredths(sizes)
-    if hundredths and 2 * sum(n_bytes for n_bytes in longest.values() if n_bytes > LONG) < size:
-        return Rule(hundredths, {})
-    need(longest, "The input is a few short texts over and over, so none is left for validation; give more "
-                  "text, or a --val_input.")
-    return Rule([], longest)
-
-
-def choose_hundredths(sizes):
-    """Choose for validation from the bytes in each hundredth -> a list, empty if none will do.
-
-    In a large even corpus it is the first one. Others follow where that is little; one that alone has too
-    much (the copies of a text) is left out. The choice rarely changes when a document is added.
-    """
-    size = sum(sizes)
-    least = min(max(ENOUGH, size / 200), size / 20)
-    most = min(4 * least, size / 10)
-    chosen, chosen_size = [], 0
-    for hundredth, n_bytes in enumerate(sizes):
-        if chosen_size < least and 0 < n_bytes <= most - chosen_size:
-            chosen.append(hundredth)
-            chosen_size += n_bytes
-    return chosen if chosen_size >= least else []
 
 
 def hundredth_of(text):
@@ -135,12 +91,14 @@ def hundredth_of(text):
 
 def numbered(pieces):
     """Yield (index of the document, hundredth of the document, piece) for each piece."""
-    index, begins = 0, True
+    index = 0
+    begins = True
     for text, ends in pieces:
         if begins:
             hundredth = hundredth_of(text)
         yield index, hundredth, (text, ends)
-        index, begins = index + ends, ends
+        index += ends
+        begins = ends
 
 
 def only(split, pieces, rule):
@@ -251,7 +209,7 @@ class TextFiles:
         self.delimiter = with_lf(delimiter)
         self.cut_long = cut_long
         self.seen = {}  # {split: delimiters and empty documents in its files}
-        self.rule = None if val_inputs else choose_rule(self.read("train", label="split"))
+        self.rule = None if val_inputs else choose_rule(numbered(self.read("train", label="split")))
 
     def read(self, split, label):
         self.seen[split] = Counter()
@@ -340,7 +298,7 @@ def arguments(argv):
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
     option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8, or that in .gz")
     option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% to 10%% of the input)")
-    option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n or \r\n is a line end")
+    option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
     option("--nfc", action="store_true", help="normalise text to Unicode NFC first")

@@ -5,7 +5,6 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import heapq
 import io
 import json
 import multiprocessing
@@ -13,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 import zlib
@@ -59,7 +57,7 @@ def check_arguments(args, storybooks):
 
 
 def check_files(paths):
-    """ValueError unless all paths are files that may be text. JSON is text, too, but nobody wants its braces."""
+    """ValueError unless all paths are files of plain text by their names. Nobody wants a model of braces."""
     for path in paths:
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
         need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", path.lower()),
@@ -157,76 +155,6 @@ def read_documents(paths, delimiter, cut_long, label, seen):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The work of the split: measure, cut, report
-
-SEAM = 1000  # characters in which to look for the end of a line where a document is cut in two
-
-
-def survey(numbered_pieces):
-    """Measure a stream of (index, hundredth, piece) -> ([bytes in each hundredth], {index: bytes}).
-
-    The latter has the documents that hold over 1% of all bytes, each of them.
-    """
-    sizes = [0] * 100
-    longest = [(0, -1)] * 100  # a heap of (bytes, index): no more can hold over 1%
-    size = 0
-    for index, hundredth, (text, ends) in numbered_pieces:
-        size += len(text.encode())
-        if ends:
-            sizes[hundredth] += size
-            heapq.heappushpop(longest, (size, index))
-            size = 0
-    return sizes, {index: size for size, index in longest if size > sum(sizes) / 100}
-
-
-def cut_document(document, size):
-    """Cut a document of `size` bytes before its last tenth -> its pieces, as ("train" or "val", piece).
-
-    The cut is at the next end of a line, else at the next white space, if one is near. Where it is depends on
-    the text alone, not on its pieces.
-    """
-    left = size * 9 // 10  # bytes before the last tenth
-    near = min(SEAM, size // 40)  # so at least three quarters of the tenth stay
-    begun = False
-    for text, ends in document:
-        data = text.encode()
-        if len(data) <= left:
-            yield "train", (text, False)
-            left -= len(data)
-            begun = True
-            continue
-        place = len(data[:left].decode(errors="ignore"))
-        while len(text) <= place + near and not ends:
-            more, ends = next(document)
-            text += more
-        window = text[place:place + near]
-        seam = re.search(r"\n", window) or re.search(r"\s", window)
-        place += seam.start() if seam else 0
-        for piece in last_piece(text[:place], begun):
-            yield "train", piece
-        yield "val", (text[place:].lstrip(), ends)
-        for piece in document:
-            yield "val", piece
-
-
-def report(meta, folder):
-    """Print what meta.json says of both sides and how they were split; on stderr, if they are lopsided."""
-    train, val, split = meta["train"], meta["val"], meta["split"]
-    print(f"{folder}: a vocabulary of {meta['vocab_size']:,}; {train['tokens']:,} tokens for training, "
-          f"{val['tokens']:,} for validation.")
-    for name, side in (("train", train), ("val", val)):
-        print(f"{name}: {side['documents']:,} documents, {side['tokens']:,} tokens, {side['bytes']:,} bytes")
-    print(f"split {split['rule']}; empty documents left out: {split['empty_documents']:,}")
-    if split.get("delimiters") == 0:
-        print(f"The delimiter {split['delimiter']!r} occurs nowhere, so each file is one document.")
-    share = val["tokens"] / (train["tokens"] + val["tokens"])
-    if val["tokens"] < 1000 or share > 1 / 5:
-        print(f"warning: {folder} is lopsided: {val['tokens']:,} tokens, {share:.1%} of all, are for validation "
-              "(good are 1,000 or more, and up to 20%); give more text, or another --val_input.",
-              file=sys.stderr)
-
-
-# ----------------------------------------------------------------------------------------------------------
 # Workers
 
 BATCH = 1 << 20  # characters that a worker gets at a time
@@ -308,10 +236,10 @@ def writing(path):
 
 def check_links(path):
     """ValueError if a path or a folder above it is a link to what is not there."""
-    for place in (path, *path.parents):
-        need(place.exists() or not place.is_symlink(),
-             f"{place} is a link to {os.path.realpath(place)}, which is not there; bring that back, or remove "
-             "the link.")
+    for link in (path, *path.parents):
+        target = os.path.realpath(link)
+        need(link.exists() or not link.is_symlink(),
+             f"{link} is a link to {target}, which is not there; bring that back, or remove the link.")
 
 
 def is_running(process):
@@ -373,7 +301,7 @@ def download(url, path, size=None):
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not has_size(path, size):  # put there by hand: it stays until we have a better one
+    if path.exists() and not has_size(path, size):  # put there by hand; it stays until we have a whole one
         print(f"{path} has {file_size(path):,} bytes and not {size:,}: downloading it anew.")
     part = Path(f"{path}.part")
     etag_file = Path(f"{path}.part.etag")

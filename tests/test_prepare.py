@@ -1,10 +1,8 @@
 """prepare.py: the same bytes however the text comes and whoever encodes it; whole folders or none."""
 
-import bz2
 import gzip
 import hashlib
 import json
-import lzma
 import math
 import os
 import random
@@ -15,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,9 +24,9 @@ import pytest
 import prepare
 import storybook
 import tokenizer as bpe
-from support import corpus
-from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_to_json
 from model import ModelConfig
+from support import corpus, split as rules
+from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_to_json
 from support.runtime import run_main
 
 SCRIPT = str(Path(prepare.__file__).resolve())
@@ -125,7 +124,7 @@ def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
 
 
 def stream(path, delimiter=prepare.END, cut=True):
-    return list(corpus.read_documents([path], delimiter, cut, None))
+    return list(corpus.read_documents([path], delimiter, cut, None, Counter()))
 
 
 def test_blocks_do_not_show(monkeypatch):
@@ -244,7 +243,7 @@ def split_of(name):
 def sides(documents):
     """The two sides by the rule, without files."""
     pieces = [(document, True) for document in documents]
-    rule = prepare.choose_rule(pieces)
+    rule = prepare.choose_rule(prepare.numbered(pieces))
     return rule, *([text for text, _ in prepare.only(split, pieces, rule)] for split in ("train", "val"))
 
 
@@ -254,7 +253,7 @@ def share(train, val):
 
 
 def test_split_is_by_whole_documents_and_stays(monkeypatch):
-    monkeypatch.setattr(prepare, "ENOUGH", 1000)             # else more than 1% of so little text
+    monkeypatch.setattr(rules, "ENOUGH", 1000)             # else more than 1% of so little text
     documents = make_documents(3000)
     write("a.txt", documents)
     write("b.txt", make_documents(500, seed=9)[250:] + documents[::-1] + documents[:9])
@@ -347,7 +346,7 @@ def test_where_a_long_document_is_cut_does_not_depend_on_its_pieces(monkeypatch)
             monkeypatch.setattr(corpus, "PIECE", piece)
             pieces = stream(write("in.txt", [text]), cut=cut)
             for split in ("train", "val"):
-                parts = list(prepare.only(split, pieces, prepare.Rule({0: len(text.encode())})))
+                parts = list(prepare.only(split, pieces, rules.Rule([], {0: len(text.encode())})))
                 assert [ends for _, ends in parts].count(True) == 1 and parts[-1][1]
                 found.add((split, "".join(part for part, _ in parts)))
         (_, train), (_, val) = sorted(found)
@@ -410,7 +409,7 @@ def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypa
     keys = set()
     for cut, block in ((True, 700), (True, 7000), (True, 10**6), (False, 7000)):
         monkeypatch.setattr(corpus, "BLOCK", block)
-        keys.add(tuple(key for key, (_, ends) in prepare.with_hashes(stream("in.txt", cut=cut)) if ends))
+        keys.add(tuple(key for _, key, (_, ends) in prepare.numbered(stream("in.txt", cut=cut)) if ends))
     assert len(keys) == 1 and len(set(*keys)) == 9
 
 
