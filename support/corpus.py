@@ -60,7 +60,7 @@ def check_files(paths):
     """ValueError unless all paths are files of plain text by their names. Nobody wants a model of braces."""
     for path in paths:
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
-        need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", path.lower()),
+        need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", str(path).lower()),
              f"{path} is JSON; plain text is expected, the documents separated by the --delimiter: write its "
              "texts into such a file first.")
 
@@ -108,7 +108,7 @@ def read_text(path, bar):
 
 def unpacked(file, path):
     """Return a binary file, or what gzip has packed in it."""
-    return gzip.GzipFile(fileobj=file) if path.lower().endswith(".gz") else file
+    return gzip.GzipFile(fileobj=file) if str(path).lower().endswith(".gz") else file
 
 
 def last_piece(text, begun):

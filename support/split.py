@@ -116,5 +116,5 @@ def report(meta, folder):
         print(f"The delimiter {split['delimiter']!r} occurs nowhere, so each file is one document.")
     share = val["tokens"] / (train["tokens"] + val["tokens"])
     if val["tokens"] < 1000 or share > 1 / 5:
-        print(f"warning: {folder} has {val['tokens']:,} tokens for validation, {share:.1%} of all (better: over "
-              "1,000, under 20%); give more text, or another --val_input.", file=sys.stderr)
+        print(f"warning: {folder} has {val['tokens']:,} tokens for validation, {share:.1%} of all (better: "
+              "over 1,000, under 20%); give more text, or another --val_input.", file=sys.stderr)

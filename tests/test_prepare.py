@@ -160,7 +160,7 @@ def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch, kin
     Path("in.txt").write_text(text, encoding="utf-8")
     for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 300)):
         monkeypatch.setattr(corpus, constant, value)
-    go("--name", "x", "--input", "in.txt", "--vocab_size", 400, "--workers", 2)
+    go("--name", "x", "--input", "in.txt", "--vocab_size", 400, "--workers", 2 if kind == "many" else 1)
     program = prepare.__doc__.partition("whole program:\n\n")[2].partition("\n\n")[0]
     exec(textwrap.dedent(program), vars(bpe) | vars(prepare) | {"text": text, "vocab_size": 400})
     for split in ("train", "val"):
@@ -267,7 +267,7 @@ def test_split_is_by_whole_documents_and_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("n, length, least, most", [
-    (30_000, 80, 0.005, 0.02), (10_000, 320, 0.005, 0.02),                           # a hundredth of the text
+    (10_000, 350, 0.005, 0.02), (3000, 1000, 0.005, 0.02),                           # a hundredth of the text
     (10_000, 100, 0.016, 0.064), (900, 600, 0.0295, 0.1),                            # 16,000 bytes
     (1000, 200, 0.05, 0.1), (100, 1000, 0.05, 0.1), (60, 100, 0.05, 0.1)])           # a twentieth of little
 def test_many_documents_give_a_hundredth_of_the_text_or_some_thousand_tokens(n, length, least, most):
@@ -334,7 +334,7 @@ def test_a_hundred_uneven_stories():
 
 def test_where_a_long_document_is_cut_does_not_depend_on_its_pieces(monkeypatch):
     texts = [long_text(50_000), "猫が好き。" * 3000, "naïve 🙂 " * 2000, "x" * 900 + " " * 90 + "y" * 10]
-    for text in texts:
+    for text in map(str.strip, texts):
         found = set()
         for block, piece, cut in ((700, 300, True), (64, 2000, True), (10**6, 4600, True), (999, 1, False)):
             monkeypatch.setattr(corpus, "BLOCK", block)
@@ -385,7 +385,7 @@ def test_a_delimiter_is_read_as_the_text_is(capsys):
     assert "nowhere" not in "".join(capsys.readouterr())
     assert sorted(decoded("lfn", "train") + decoded("lfn", "val")) == sorted(documents)
     assert prepare.documents("a\r\n\r\nb", "\r\n\r\n") == ["a", "b"]
-    go("--name", "none", "--input", "lf.txt", "--delimiter", r"---\n", "--vocab_size", 280)
+    go("--name", "none", "--input", "lf.txt", r"--delimiter=---\n", "--vocab_size", 280)
     assert r"The delimiter '---\n' occurs nowhere" in capsys.readouterr().out
 
 
@@ -397,7 +397,7 @@ def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypa
     for cut, block in ((True, 700), (True, 7000), (True, 10**6), (False, 7000)):
         monkeypatch.setattr(corpus, "BLOCK", block)
         keys.add(tuple(key for _, key, (_, ends) in prepare.numbered(stream("in.txt", cut=cut)) if ends))
-    assert len(keys) == 1 and len(set(*keys)) == 9
+    assert len(keys) == 1 and len(set(*keys)) == 8
 
 
 def test_a_few_documents_give_their_last_tenths():
@@ -407,7 +407,8 @@ def test_a_few_documents_give_their_last_tenths():
     train, val = decoded("few", "train"), decoded("few", "val")
     assert len(set(train)) == len(set(val)) == 4 and not set(train) & set(val)
     for document, head, tail in zip(documents + documents[:1], train, val):
-        assert document.startswith(head) and document.endswith(tail) and len(tail) < len(document) / 8
+        assert document.startswith(head) and document.endswith(tail)
+        assert 0 < len(tail.encode()) <= len(document.encode()) / 10 + 4
         assert document[len(head):len(document) - len(tail)].strip() == ""
     Path("one.txt").write_text("a")
     assert "too short" in refused_elsewhere("--name", "one", "--input", "one.txt")
@@ -478,8 +479,8 @@ def test_a_dangling_link_is_called_so():
                  lambda: prepare.from_files("s", ["in.txt"]), lambda: corpus.open_data("s", ModelConfig())):
         with pytest.raises(ValueError, match="data/s is a link to .*/gone, which is not there"):
             make()
-    Path("gone").mkdir()
-    os.symlink("nowhere.json", "gone/meta.json")
+    Path("data/gone").mkdir()
+    os.symlink("nowhere.json", "data/gone/meta.json")
     with pytest.raises(ValueError, match="data/s/meta.json is a link to .*/nowhere.json, which is not there"):
         corpus.open_data("s", ModelConfig())
     Path("data").rename("moved")
@@ -532,9 +533,10 @@ def test_options_that_do_not_go_together():
                       [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--tokenizer", "t.json", "--munch"],
                       [*text, "--vocab_size", 65537], [*text, "--vocab_size", 259],
                       [*text, "--vocab_size", 257, "--munch"], [*text, "--vocab_size", 0],
-                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
+                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"], ["--input", "-a.txt"],
                       [*text, "--tokenizer", "none.json"]):
         refused(*arguments)
+    assert "--delimiter=-..." in refused(*text, "--delimiter", "--")
 
 
 def test_ids_that_do_not_fit_are_refused_not_wrapped(monkeypatch):
