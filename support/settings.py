@@ -33,9 +33,9 @@ class CommandLine(argparse.ArgumentParser):
         # argparse takes what begins with "-" for an option, never for a value
         option = re.search(r"(--\w+): expected .*argument", message)
         if option:
-            message += f'; one that begins with "-" is written {option[1]}=-...'
+            message += f'; one that begins with "-" is written {option[1]}="-x"'
         elif "are required: " in message and any(word[:1] == "-" for word in sys.argv[1:]):
-            message += '; one that begins with "-" goes behind "--"'
+            message += '; one that begins with "-" goes behind "--", as in -- "-x"'
         raise ValueError(message)
 
 
