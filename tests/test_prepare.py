@@ -692,6 +692,7 @@ def test_storybook_and_its_floor(capsys):
     nats = -sum(log_prob for _, log_prob in told)
     val = meta["val"]
     assert val["documents"] == 20 and meta["seed"] == 3 and meta["source"] == "storybook.py"
+    assert meta["split"] == {"rule": "by random numbers (each side has its own)", "empty_documents": 0}
     assert val["floor_nats_per_token"] == pytest.approx(nats / len(ids_of("storybook", "val")))
     size = sum(len(text) for text, _ in told)
     assert val["floor_bits_per_byte"] == pytest.approx(nats / math.log(2) / size)

@@ -637,10 +637,10 @@ def test_a_text_that_begins_with_a_dash(tmp_path, monkeypatch, capsys):
     save_tokenizer(train_bpe(count_chunks(["hello hello hello"]), 268), path)
     monkeypatch.setattr(sys, "argv", ["tokenizer.py", str(path), "-x"])
     with pytest.raises(ValueError, match='goes behind "--"'):
-        tokenizer_module.read_and_show()
+        tok.read_and_show()
     monkeypatch.setattr(sys, "argv", ["tokenizer.py", str(path), "--", "-x"])
-    tokenizer_module.read_and_show()
+    tok.read_and_show()
     assert capsys.readouterr().out.startswith("-|x\n45 120\n")
     monkeypatch.setattr(sys, "argv", ["tokenizer.py"])
     with pytest.raises(ValueError, match="required: tokenizer, text$"):
-        tokenizer_module.read_and_show()
+        tok.read_and_show()
