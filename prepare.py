@@ -8,13 +8,13 @@
 
     train.bin, val.bin   token ids, little-endian uint16, each document followed by the end-of-text id
     tokenizer.json       trained on the training documents alone, or a copy of --tokenizer
-    meta.json            documents, tokens, bytes of each split; the tokenizer's sha256; the source
+    meta.json            documents, tokens, bytes of each split, the rule; the tokenizer's sha256; the source
 
 For a text that fits into memory, this is the whole program:
 
-    train, val = [], []
-    for document in documents(text):
-        (val if document_hash(document) < 2**64 // 100 else train).append(document)
+    whole = [(document, True) for document in documents(text)]
+    rule = choose_rule(numbered(whole))
+    train, val = ([document for document, _ in only(split, whole, rule)] for split in ("train", "val"))
     tokenizer = train_bpe(count_chunks(train), vocab_size)
     for name, split in ("train.bin", train), ("val.bin", val):
         ids = [id for document in split for id in [*tokenizer.encode(document), tokenizer.end_of_text]]
@@ -25,6 +25,7 @@ each of these steps, and support/corpus.py hands batches of it to worker process
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -39,11 +40,12 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, check_arguments, download, map_batches, new_folder, read_documents,
-                            useful_workers)
+from support.corpus import (DATA, END, check_arguments, check_files, check_links, download, map_batches,
+                            new_folder, read_documents, useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine
+from support.split import choose_rule, cut_document, report
 
 # ----------------------------------------------------------------------------------------------------------
 # What a document is
@@ -56,9 +58,12 @@ def documents(text, delimiter=END):
     ordinary text.
     """
     text = text.removeprefix("\ufeff")  # a byte order mark
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    parts = [part.strip() for part in text.split(delimiter)]
+    parts = [part.strip() for part in with_lf(text).split(with_lf(delimiter))]
     return [part for part in parts if part]
+
+
+def with_lf(text):
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 # From here on, documents are a stream of pieces (text, ends). Nearly always a piece is a document and `ends`
@@ -67,50 +72,44 @@ def documents(text, delimiter=END):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The split: which documents are for validation?
+# The split: what is for validation?
 #
-# Not every hundredth, nor by random numbers, but by a hash of the text itself: so a document stays on its
-# side whatever the corpus gains or loses, and its copies go with it: none is trained on and validated on.
+# Of many documents, about 1% of the text (more if that would be little), in whole documents: not every
+# hundredth, nor by random numbers, but by a hash of the text itself. So a document stays on its side whatever
+# the corpus gains or loses, and its copies go with it: none is trained on and validated on. A few documents,
+# or some that hold more than all others together, cannot be shared out like that: of those, the last tenth.
+# support/split.py measures the corpus and decides: see its Rule.
 
 HEAD = 1 << 16  # characters of a document that are hashed, from its beginning
 
 
-def document_hash(text):
-    """Return an integer below 2**64: as good as random, but the same on every machine (BLAKE2b)."""
-    return int.from_bytes(hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest(), "big")
+def hundredth_of(text):
+    """Return the hundredth, 0 to 99, of a document's hash: as good as random, the same on every machine."""
+    digest = hashlib.blake2b(text[:HEAD].encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") * 100 >> 64
 
 
-def with_hashes(pieces):
-    """Yield (hash of the document, piece) for each piece."""
+def numbered(pieces):
+    """Yield (index of the document, hundredth of the document, piece) for each piece."""
+    index = 0
     begins = True
     for text, ends in pieces:
         if begins:
-            key = document_hash(text)
-        yield key, (text, ends)
+            hundredth = hundredth_of(text)
+        yield index, hundredth, (text, ends)
+        index += ends
         begins = ends
 
 
-def validation_threshold(pieces):
-    """Return the hash below which a document is for validation: 1% of all hashes are below it.
-
-    If chance puts all documents on one side (there are few), those with the smallest hash are for validation.
-    ValueError if there are fewer than two different documents.
-    """
-    smallest, largest = 1 << 64, 0
-    for key, _ in with_hashes(pieces):
-        smallest, largest = min(smallest, key), max(largest, key)
-    need(smallest <= largest, "There is no text in the input.")
-    need(smallest < largest, "The input is one document only (or copies of one), so none is left for "
-                             "validation; give the --delimiter that separates documents, or a --val_input.")
-    threshold = 2**64 // 100
-    return threshold if smallest < threshold <= largest else smallest + 1
-
-
-def only(split, pieces, threshold):
-    """Yield the pieces of the documents in a split, "train" or "val"."""
-    for key, piece in with_hashes(pieces):
-        if split == ("val" if key < threshold else "train"):
-            yield piece
+def only(split, pieces, rule):
+    """Yield the pieces that a rule gives to a split, "train" or "val"."""
+    for (index, hundredth), group in itertools.groupby(numbered(pieces), lambda item: item[:2]):
+        document = (piece for _, _, piece in group)
+        if index in rule.long:
+            parts = cut_document(document, rule.long[index])
+            yield from (piece for side, piece in parts if side == split)
+        elif split == ("val" if hundredth in rule.hundredths else "train"):
+            yield from document
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
     pieces = corpus.pieces("train", label="count")
     for batch_counts in map_batches(partial(count_batch, nfc=nfc), pieces, workers):
         counts.update(batch_counts)
-    need(counts, "There is no text for train.bin: the input is empty.")
+    need(counts, "There is no text for train.bin: the input is empty or too short.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
     return bpe.train_bpe(counts, vocab_size, specials, nfc, progress=sys.stderr.isatty(),
                          longest_match=longest_match)
@@ -164,7 +163,7 @@ def write_split(path, pieces, json_text, workers):
         for ids, n_documents, n_bytes in map_batches(encode, pieces, workers):
             file.write(ids)
             total.update(documents=n_documents, tokens=len(ids) // 2, bytes=n_bytes)
-    need(total["documents"], f"There is no text for {path.name}: the input is empty.")
+    need(total["documents"], f"There is no text for {path.name}: the input is empty or too short.")
     return dict(total)
 
 
@@ -186,31 +185,44 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
         for split in ("train", "val"):
             pieces = corpus.pieces(split, label=split)
             meta[split] = write_split(folder / f"{split}.bin", pieces, json_text, workers)
+        meta["split"] = corpus.split()
         if isinstance(corpus, Stories):
             corpus.add_floor(meta)
         (folder / "meta.json").write_bytes(json.dumps(meta, indent=2, ensure_ascii=False).encode() + b"\n")
-    print(f"{DATA / name}: a vocabulary of {meta['vocab_size']:,}; {meta['train']['tokens']:,} tokens for "
-          f"training, {meta['val']['tokens']:,} for validation.")
+    report(meta, DATA / name)
     return DATA / name
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The sources. A corpus is a class with two members: `source` says in meta.json where the text is from, and
-# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar.
+# The sources. A corpus is a class with three members: `source` says in meta.json where the text is from,
+# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar, and
+# split(), once these are read, says for meta.json how they were told apart.
 
 
 class TextFiles:
-    """Documents from text files; without files to validate on, the split is by hash."""
+    """Documents from text files; without files to validate on, a rule splits them."""
 
     def __init__(self, inputs, val_inputs, delimiter, cut_long):
         self.files = {"train": inputs, "val": val_inputs or inputs}
-        self.source = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
-        self.read = partial(read_documents, delimiter=delimiter, cut_long=cut_long)
-        self.threshold = None if val_inputs else validation_threshold(self.read(inputs, label="split"))
+        names = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
+        self.source = names.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may be any bytes
+        self.delimiter = with_lf(delimiter)
+        self.cut_long = cut_long
+        self.seen = {}  # {split: delimiters and empty documents in its files}
+        self.rule = None if val_inputs else choose_rule(numbered(self.read("train", label="split")))
+
+    def read(self, split, label):
+        self.seen[split] = Counter()
+        return read_documents(self.files[split], self.delimiter, self.cut_long, label, self.seen[split])
 
     def pieces(self, split, label):
-        pieces = self.read(self.files[split], label=label)
-        return pieces if self.threshold is None else only(split, pieces, self.threshold)
+        pieces = self.read(split, label)
+        return only(split, pieces, self.rule) if self.rule else pieces
+
+    def split(self):
+        seen = self.seen["train"] if self.rule else self.seen["train"] + self.seen["val"]
+        return {"rule": str(self.rule or "by file (as given)"), "empty_documents": seen["empty"],
+                "delimiter": self.delimiter, "delimiters": seen["delimiters"]}
 
 
 class Stories:
@@ -228,6 +240,9 @@ class Stories:
     def pieces(self, split, label):
         return ((text, True) for text, _ in self.stories[split])
 
+    def split(self):
+        return {"rule": "by random numbers (each side has its own)", "empty_documents": 0}
+
     def add_floor(self, meta):
         """Add to meta.json the loss of a model that knows the true probabilities: none gets below it."""
         nats = -math.fsum(log_prob for _, log_prob in self.stories["val"])
@@ -239,8 +254,7 @@ class Stories:
 def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, workers=1, **options):
     """Make data/NAME from text files."""
     paths = [*inputs, *val_inputs]
-    for path in paths:
-        need(os.path.isfile(path), f"{path} does not exist or is not a file.")
+    check_files(paths)
     # Cutting long documents into pieces is exact for these two patterns; of another one we know nothing.
     cut_long = tokenizer is None or tokenizer.pattern in (bpe.GPT4_PATTERN, bpe.GPT2_PATTERN)
     corpus = TextFiles(inputs, val_inputs, delimiter, cut_long)
@@ -282,8 +296,8 @@ def arguments(argv):
     parser = CommandLine(description=__doc__.splitlines()[0])
     option = parser.add_argument
     option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
-    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8")
-    option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% of the input)")
+    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8, or that in .gz")
+    option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% to 10%% of the input)")
     option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")
     option("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of a new one")
@@ -298,6 +312,7 @@ def arguments(argv):
 
 def run(args):
     """Make the folder that the arguments ask for, from one of the three sources."""
+    check_links(DATA / args.name)
     need(not os.path.lexists(DATA / args.name),
          f"{DATA / args.name} exists already; remove it, or choose another --name.")
     options = {"workers": args.workers, "nfc": args.nfc, "longest_match": args.munch}
@@ -308,7 +323,7 @@ def run(args):
     if args.name in STORYBOOKS:
         storybook(args.name, **options)
     elif args.input:
-        delimiter = args.delimiter.replace(r"\n", "\n")
+        delimiter = args.delimiter.replace(r"\r", "\r").replace(r"\n", "\n")
         from_files(args.name, args.input, args.val_input or [], delimiter, **options)
     else:
         tinystories(args.name, **options)
@@ -320,7 +335,7 @@ def main(argv=None):
         run(arguments(argv))
     except KeyboardInterrupt:
         sys.exit("error: interrupted, so there is no new folder (a download goes on where it stopped).")
-    except (ValueError, OSError) as error:  # the system's own sentences have no full stop
+    except ValueError as error:  # argparse's own sentences have no full stop
         raise ValueError(f"{str(error).rstrip('.')}.") from None
 
 

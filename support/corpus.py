@@ -1,8 +1,11 @@
 """Text of any size for prepare.py: files -> documents in bounded memory, worker processes, a folder that is
 whole or absent, a download that can be resumed. And open_data(), which checks a prepared folder."""
 
+import codecs
 import contextlib
+import gzip
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -11,6 +14,7 @@ import shutil
 import signal
 import threading
 import time
+import zlib
 from collections import deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
@@ -52,10 +56,19 @@ def check_arguments(args, storybooks):
     need(args.workers >= 1, "--workers must be at least 1.")
 
 
+def check_files(paths):
+    """ValueError unless all paths are files of plain text by their names. Nobody wants a model of braces."""
+    for path in paths:
+        need(os.path.isfile(path), f"{path} does not exist or is not a file.")
+        need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", str(path).lower()),
+             f"{path} is JSON; plain text is expected, the documents separated by the --delimiter: write its "
+             "texts into such a file first.")
+
+
 # ----------------------------------------------------------------------------------------------------------
 # From files to documents
 
-BLOCK = 1 << 20  # characters read at a time
+BLOCK = 1 << 20  # bytes read at a time
 PIECE = 1 << 20  # characters from which on a document is cut into pieces
 LIMIT = 16 * PIECE  # characters without a safe place to cut: no text whose memory we could bound
 # Where both split patterns (GPT-4's and GPT-2's) begin a new chunk whatever is around, and where the chunk
@@ -68,19 +81,34 @@ SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=[\n!-/:-@\[-`{-~，。、])|(
 def read_text(path, bar):
     """Yield a UTF-8 file's text block by block, without a byte order mark and with LF for every line end.
 
-    ValueError if it is not UTF-8, with the offset of the first bad byte, or if it has zero bytes.
+    A name in .gz stands for a packed text. ValueError if the file cannot be read or unpacked, is not UTF-8 or
+    has zero bytes, with the offset of the first bad byte (of the unpacked text).
     """
-    with open(path, encoding="utf-8-sig", newline=None) as file:
-        start = bar.n
-        try:
-            while text := file.read(BLOCK):
-                need("\0" not in text, f"{path} is no plain text: it has zero bytes (UTF-16, or binary?).")
+    start = bar.n
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    offset = 0  # bytes decoded so far
+    data = None
+    try:
+        with open(path, "rb") as raw, unpacked(raw, path) as file:
+            while data != b"":
+                data = file.read(BLOCK)
+                text = decoder.decode(data, final=not data)
+                need(b"\0" not in data, f"{path} is no plain text: it has zero bytes, the first at offset "
+                                        f"{offset + data.find(0)} (UTF-16, or binary?).")
                 yield text
-                bar.update(start + file.buffer.tell() - bar.n)
-        except UnicodeDecodeError as error:
-            offset = file.buffer.tell() - len(error.object) + error.start  # object's bytes end at tell()
-            raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
-                             f"offset {offset}); please save it as UTF-8.") from None
+                offset += len(data)
+                bar.update(start + raw.tell() - bar.n)
+    except UnicodeDecodeError as error:
+        offset += len(data) - len(error.object) + error.start  # object's bytes end where data's do
+        raise ValueError(f"{path} is not UTF-8 text, but perhaps UTF-16 or Latin-1 (see the byte at "
+                         f"offset {offset}); please save it as UTF-8.") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def unpacked(file, path):
+    """Return a binary file, or what gzip has packed in it."""
+    return gzip.GzipFile(fileobj=file) if str(path).lower().endswith(".gz") else file
 
 
 def last_piece(text, begun):
@@ -90,8 +118,8 @@ def last_piece(text, begun):
         yield text, True
 
 
-def read_pieces(path, delimiter, cut_long, bar):
-    """Yield the documents of a file as (text, ends).
+def read_pieces(path, delimiter, cut_long, bar, seen):
+    """Yield the documents of a file as (text, ends). Count "delimiters" and "empty" documents in `seen`.
 
     If `cut_long`, those longer than PIECE come in several pieces, of which only the last one ends the
     document (and may be empty). ValueError if more than LIMIT characters have no place to cut them.
@@ -100,7 +128,9 @@ def read_pieces(path, delimiter, cut_long, bar):
     begun = False  # was a piece of it given out?
     for block in read_text(path, bar):
         *complete, rest = (rest + block).split(delimiter)
+        seen["delimiters"] += len(complete)
         for text in complete:
+            seen["empty"] += not (begun or text.strip())
             yield from last_piece(text, begun)
             begun = False
         while cut_long and (cut := SAFE_CUT.search(rest, PIECE, len(rest) - len(delimiter))):
@@ -117,11 +147,11 @@ def total_size(paths):
     return sum(map(os.path.getsize, paths))
 
 
-def read_documents(paths, delimiter, cut_long, label):
-    """Yield the pieces of several files, under a progress bar with this label."""
+def read_documents(paths, delimiter, cut_long, label, seen):
+    """Yield the pieces of several files, under a progress bar with this label; see read_pieces()."""
     with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
-            yield from read_pieces(path, delimiter, cut_long, bar)
+            yield from read_pieces(path, delimiter, cut_long, bar, seen)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -194,6 +224,24 @@ def map_batches(work, pieces, workers):
 # The folder that is whole or absent
 
 
+@contextlib.contextmanager
+def writing(path):
+    """Name `path` in a system's error that names no file: that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def check_links(path):
+    """ValueError if a path or a folder above it is a link to what is not there."""
+    for link in (path, *path.parents):
+        target = os.path.realpath(link)
+        need(link.exists() or not link.is_symlink(),
+             f"{link} is a link to {target}, which is not there; bring that back, or remove the link.")
+
+
 def is_running(process):
     try:
         return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
@@ -212,15 +260,19 @@ def remove_leftovers(name):
 @contextlib.contextmanager
 def new_folder(name):
     """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not."""
+    check_links(DATA / name)
     DATA.mkdir(parents=True, exist_ok=True)
     remove_leftovers(name)
     folder = DATA / f".{name}.{os.getpid()}.tmp"
     folder.mkdir(exist_ok=True)
     try:
-        yield folder
-        for path in folder.iterdir():  # what is renamed must be on the disk
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+        with writing(DATA / name):
+            yield folder
+            for path in folder.iterdir():  # what is renamed must be on the disk
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+        if os.path.lexists(DATA / name):
+            raise FileExistsError(f"{DATA / name} exists already: another process has made it meanwhile.")
         os.rename(folder, DATA / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,18 +289,25 @@ def file_size(path):
     return path.stat().st_size if path.exists() else 0
 
 
+def has_size(path, size):
+    """Return whether a file is there, and of this size if one is known."""
+    return path.exists() and size in (None, file_size(path))
+
+
 def download(url, path, size=None):
-    """Download a URL to a file, called PATH.part until it is whole, unless the file is there.
+    """Download a URL to a file, called PATH.part until it is whole, unless the file is there, all of it.
 
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not has_size(path, size):  # put there by hand; it stays until we have a whole one
+        print(f"{path} has {file_size(path):,} bytes and not {size:,}: downloading it anew.")
     part = Path(f"{path}.part")
     etag_file = Path(f"{path}.part.etag")
     failures = 0  # attempts in a row that brought nothing new
     answered = False  # has the server ever answered?
-    while not path.exists():
+    while not has_size(path, size):
         before = file_size(part)
         try:
             problem = receive(url, part, etag_file)
@@ -257,17 +316,16 @@ def download(url, path, size=None):
             problem = "no connection"
             answered = answered or file_size(part) > before
         if not problem:
-            os.replace(part, path)
             etag_file.unlink()
+            need(has_size(part, size), f"{url} has {file_size(part):,} bytes and not {size or 0:,}: it is "
+                                       "another file by now; use --name storybook, or --input.")
+            os.replace(part, path)
             break
         failures = 0 if file_size(part) > before else failures + 1
         need(answered and failures < TRIES,
              f"{url} could not be downloaded ({problem}): connect to the internet and start again (what came "
              f"is kept), or put the file into {path.parent} by hand, or use --name storybook, or --input.")
         time.sleep(PAUSE * failures)
-    if size is not None:
-        need(file_size(path) == size, f"{path} has {file_size(path):,} bytes and not {size:,}; "
-                                      "remove it and start again to download it anew.")
 
 
 def receive(url, part, etag_file):
@@ -289,7 +347,8 @@ def receive(url, part, etag_file):
         else:
             need(code == 429 or code >= 500, f"The server answers {code} {answer.reason} for {url}.")
             return f"the server answers {code} {answer.reason}"
-        with open(part, mode) as file, byte_bar(desc=part.stem, total=total, initial=have) as bar:
+        bar = byte_bar(desc=part.stem, total=total, initial=have)
+        with writing(part), bar, open(part, mode) as file:
             etag_file.write_text(etag, encoding="utf-8")  # after `open` has emptied an older part
             for data in answer.iter_content(1 << 18):
                 file.write(data)
@@ -340,7 +399,8 @@ def read_meta(folder, model_config):
         for split in tokens:
             (folder / f"{split}.bin").stat()  # FileNotFoundError if it is missing
         readable = meta["format"] == 1
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        check_links(Path(error.filename))
         command = f"python prepare.py --name {folder.name} --vocab_size {model_config.vocab_size}"
         command += " --munch" if model_config.sink_token else ""
         raise ValueError(f"there is no data in {folder}: {command} makes it of TinyStories, or of your own "

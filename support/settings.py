@@ -30,6 +30,12 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message):
+        # argparse takes what begins with "-" for an option, never for a value
+        option = re.search(r"(--\w+): expected .*argument", message)
+        if option:
+            message += f'; one that begins with "-" is written {option[1]}="-x"'
+        elif "are required: " in message and any(word[:1] == "-" for word in sys.argv[1:]):
+            message += '; one that begins with "-" goes behind "--", as in -- "-x"'
         raise ValueError(message)
 
 

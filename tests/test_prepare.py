@@ -1,5 +1,6 @@
 """prepare.py: the same bytes however the text comes and whoever encodes it; whole folders or none."""
 
+import gzip
 import hashlib
 import json
 import math
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +24,8 @@ import pytest
 import prepare
 import storybook
 import tokenizer as bpe
-from support import corpus
+from model import ModelConfig
+from support import corpus, split as rules
 from support.hf_tokenizer import load_tokenizer, save_tokenizer, tokenizer_to_json
 from support.runtime import run_main
 
@@ -121,7 +124,7 @@ def test_line_ends_bom_and_blank_documents_change_nothing(monkeypatch):
 
 
 def stream(path, delimiter=prepare.END, cut=True):
-    return list(corpus.read_documents([path], delimiter, cut, None))
+    return list(corpus.read_documents([path], delimiter, cut, None, Counter()))
 
 
 def test_blocks_do_not_show(monkeypatch):
@@ -147,13 +150,17 @@ def test_the_stream_of_documents_keeps_to_the_definition(monkeypatch):
             assert stream("in.txt", delimiter) == [(d, True) for d in prepare.documents(text, delimiter)]
 
 
-def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch):
+@pytest.mark.parametrize("kind", ["many", "few"])
+def test_a_folder_holds_what_the_program_in_the_docstring_makes(monkeypatch, kind):
     """That program, copied out of the docstring, against the one that reads a stream with two workers."""
-    text = "\n<|endoftext|>\n".join(make_documents(1500))
+    documents = make_documents(1500)
+    if kind == "few":  # two long ones among short ones: these are cut
+        documents = documents[:30] + ["\n".join(documents[30:500])] + documents[500:600] + [long_text(70_000)]
+    text = "\n<|endoftext|>\n".join(documents)
     Path("in.txt").write_text(text, encoding="utf-8")
     for constant, value in (("BLOCK", 4000), ("BATCH", 9000), ("PIECE", 300)):
         monkeypatch.setattr(corpus, constant, value)
-    go("--name", "x", "--input", "in.txt", "--vocab_size", 400, "--workers", 2)
+    go("--name", "x", "--input", "in.txt", "--vocab_size", 400, "--workers", 2 if kind == "many" else 1)
     program = prepare.__doc__.partition("whole program:\n\n")[2].partition("\n\n")[0]
     exec(textwrap.dedent(program), vars(bpe) | vars(prepare) | {"text": text, "vocab_size": 400})
     for split in ("train", "val"):
@@ -219,7 +226,34 @@ def test_no_cut_goes_through_a_delimiter(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ the split
 
-def test_split_is_by_whole_documents_and_stays():
+def long_text(n_characters, seed=0):
+    """Lines of English letters."""
+    rng = random.Random(seed)
+    lines = []
+    while n_characters > 0:
+        lines.append(" ".join(rng.choice(("the", "cat", "sat", "and", "ran")) for _ in range(9)) + f" {len(lines)}.")
+        n_characters -= len(lines[-1]) + 1
+    return "\n".join(lines)
+
+
+def split_of(name):
+    return json.loads(Path("data", name, "meta.json").read_text("utf-8"))["split"]
+
+
+def sides(documents):
+    """The two sides by the rule, without files."""
+    pieces = [(document, True) for document in documents]
+    rule = prepare.choose_rule(prepare.numbered(pieces))
+    return rule, *([text for text, _ in prepare.only(split, pieces, rule)] for split in ("train", "val"))
+
+
+def share(train, val):
+    size = len("".join(val).encode())
+    return size / (size + len("".join(train).encode()))
+
+
+def test_split_is_by_whole_documents_and_stays(monkeypatch):
+    monkeypatch.setattr(rules, "ENOUGH", 1000)             # else more than 1% of so little text
     documents = make_documents(3000)
     write("a.txt", documents)
     write("b.txt", make_documents(500, seed=9)[250:] + documents[::-1] + documents[:9])
@@ -232,6 +266,129 @@ def test_split_is_by_whole_documents_and_stays():
                         if int(hashlib.blake2b(d.encode(), digest_size=8).hexdigest(), 16) < 2**64 / 100}
 
 
+@pytest.mark.parametrize("n, length, least, most", [
+    (10_000, 350, 0.005, 0.02), (3000, 1000, 0.005, 0.02),                           # a hundredth of the text
+    (10_000, 100, 0.016, 0.064), (900, 600, 0.0295, 0.1),                            # 16,000 bytes
+    (1000, 200, 0.05, 0.1), (100, 1000, 0.05, 0.1), (60, 100, 0.05, 0.1)])           # a twentieth of little
+def test_many_documents_give_a_hundredth_of_the_text_or_some_thousand_tokens(n, length, least, most):
+    rng = random.Random(n)
+    documents = [f"{i} {rng.randbytes(int(length / 2 * rng.lognormvariate(0, 0.4))).hex()}" for i in range(n)]
+    rule, train, val = sides(documents)
+    assert str(rule).startswith("by hash") and sorted(train + val) == sorted(documents)
+    assert least <= share(train, val) <= most
+    again = sides(documents + ["One more document, " + "x" * length])[2]
+    assert [document for document in again if document in set(documents)] == val
+
+
+def test_equal_documents_never_stand_on_both_sides():
+    rng = random.Random(3)
+    originals = make_documents(600) + [long_text(2500, seed) for seed in range(4)]
+    for n in (3, 30, 300, 3000):
+        _, train, val = sides(rng.choices(originals, k=n) + originals[-4:] * 2)
+        assert val and not set(train) & set(val) and share(train, val) <= 0.1
+
+
+def test_a_text_copied_often_is_for_training():
+    often = make_documents(3000, seed=1) + ["Equal texts, too many for one side."] * 5000
+    _, train, val = sides(often)
+    assert 0.01 <= share(train, val) <= 0.1 and sorted(train + val) == sorted(often)
+    with pytest.raises(ValueError, match="over and over.*--val_input"):
+        sides(["The same old story.", "Another one."] * 1000)
+
+
+def test_one_plain_file_gives_its_last_tenth(capsys):
+    """What every learner of nanoGPT has: input.txt."""
+    text = long_text(300_000)
+    Path("input.txt").write_text(text)
+    go("--name", "mine", "--input", "input.txt", "--vocab_size", 300)
+    (train,), (val,) = decoded("mine", "train"), decoded("mine", "val")
+    assert train + "\n" + val == text and 0.095 < share([train], [val]) <= 0.1      # cut between two lines
+    meta = json.loads(Path("data/mine/meta.json").read_text("utf-8"))
+    assert meta["split"] == {"rule": "by position (the last tenth of each of the 1 longest documents)",
+                             "empty_documents": 0, "delimiter": prepare.END, "delimiters": 0}
+    assert meta["val"] == {"documents": 1, "tokens": len(ids_of("mine", "val")), "bytes": len(val)}
+    out, errors = capsys.readouterr()
+    assert "split by position" in out and f"{meta['val']['bytes']:,}" in out and "occurs nowhere" in out
+    assert "warning" not in errors
+
+
+def test_two_plain_files_of_which_one_is_a_line():
+    text = long_text(190_000)
+    Path("a.txt").write_text("one line"), Path("b.txt").write_text(text)
+    go("--name", "mine", "--input", "a.txt", "b.txt", "--vocab_size", 300)
+    line, train = decoded("mine", "train")
+    val, = decoded("mine", "val")
+    assert line == "one line" and train + "\n" + val == text and 0.095 < share([train], [val]) <= 0.1
+
+
+def test_a_hundred_uneven_stories():
+    rng = random.Random(0)
+    documents = [long_text(int(10_000 * rng.lognormvariate(0, 1.2)), i) for i in range(100)]
+    rule, train, val = sides(documents)
+    assert str(rule).startswith("by position") and 0.05 <= share(train, val) <= 0.1
+    heads = [text for text in train if text not in set(documents)]
+    assert len(heads) == len(val) == len(rule.long)
+    assert {head + "\n" + tail for head, tail in zip(heads, val)} <= set(documents)
+    assert sides(documents + ["A short one."])[2] == val
+
+
+def test_where_a_long_document_is_cut_does_not_depend_on_its_pieces(monkeypatch):
+    texts = [long_text(50_000), "猫が好き。" * 3000, "naïve 🙂 " * 2000, "x" * 895 + " " * 25 + "y" * 80]
+    for text in map(str.strip, texts):
+        found = set()
+        for block, piece, cut in ((700, 300, True), (64, 2000, True), (10**6, 4600, True), (999, 1, False)):
+            monkeypatch.setattr(corpus, "BLOCK", block)
+            monkeypatch.setattr(corpus, "PIECE", piece)
+            pieces = stream(write("in.txt", [text]), cut=cut)
+            for split in ("train", "val"):
+                parts = list(prepare.only(split, pieces, rules.Rule([], {0: len(text.encode())})))
+                assert [ends for _, ends in parts].count(True) == 1 and parts[-1][1]
+                found.add((split, "".join(part for part, _ in parts)))
+        (_, train), (_, val) = sorted(found)
+        assert train + text[len(train):len(text) - len(val)] + val == text and val == val.strip()
+        assert text[len(train):len(text) - len(val)].strip() == "" and train == train.rstrip()
+        assert 0.07 * len(text.encode()) <= len(val.encode()) <= 0.101 * len(text.encode()) + 3
+
+
+def test_a_lopsided_split_is_a_warning(capsys):
+    write("in.txt", make_documents(60)), write("val.txt", make_documents(300, seed=1))
+    warnings = []
+    for name, more in (("small", []), ("large", ["--val_input", "val.txt"]), ("good", ["--input", "val.txt"])):
+        go("--name", name, "--input", "in.txt", "--vocab_size", 300, *more)
+        warnings.append(capsys.readouterr().err)
+    small, large, good = warnings
+    assert re.fullmatch(r"warning: data.small has \d\d\d tokens for validation, [5-9]\.\d% of all .*\n", small)
+    assert re.fullmatch(r"warning: data.large has \d\d,\d+ tokens for validation, 8\d\.\d% of all .*\n", large)
+    assert good == ""
+
+
+def test_empty_documents_and_the_rule_are_recorded(capsys):
+    text = "\n<|endoftext|>\n".join(["", *make_documents(80), " \n\t", "", "end"]) + "\n<|endoftext|>\n"
+    Path("a.txt").write_text(text, encoding="utf-8"), Path("b.txt").write_text("")
+    go("--name", "x", "--input", "a.txt", "b.txt", "--vocab_size", 280)
+    split = split_of("x")
+    assert split["empty_documents"] == 3 and split["delimiters"] == 84
+    assert split["rule"].startswith("by hash (")
+    assert "empty documents left out: 3" in capsys.readouterr().out
+    go("--name", "y", "--input", "a.txt", "--val_input", "a.txt", "--vocab_size", 280)
+    assert split_of("y") == {"rule": "by file (as given)", "empty_documents": 6, "delimiter": prepare.END,
+                             "delimiters": 168}
+
+
+def test_a_delimiter_is_read_as_the_text_is(capsys):
+    documents = [d.replace("\n", " ") for d in make_documents(40)]
+    for end, text in (("lf", "\n\n"), ("crlf", "\r\n\r\n"), ("cr", "\r\r")):
+        Path(f"{end}.txt").write_bytes(text.join(documents).encode())
+        for name, delimiter in (("n", r"\n\n"), ("rn", r"\r\n\r\n"), ("r", r"\r\r"), ("raw", "\r\n\r\n")):
+            go("--name", end + name, "--input", f"{end}.txt", "--delimiter", delimiter, "--vocab_size", 280)
+            assert contents(end + name) == contents("lfn") and split_of(end + name)["delimiters"] == 39
+    assert "nowhere" not in "".join(capsys.readouterr())
+    assert sorted(decoded("lfn", "train") + decoded("lfn", "val")) == sorted(documents)
+    assert prepare.documents("a\r\n\r\nb", "\r\n\r\n") == ["a", "b"]
+    go("--name", "none", "--input", "lf.txt", r"--delimiter=---\n", "--vocab_size", 280)
+    assert r"The delimiter '---\n' occurs nowhere" in capsys.readouterr().out
+
+
 def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 4000)
     monkeypatch.setattr(prepare, "HEAD", 1000)
@@ -239,20 +396,22 @@ def test_the_side_of_a_long_document_does_not_depend_on_where_it_is_cut(monkeypa
     keys = set()
     for cut, block in ((True, 700), (True, 7000), (True, 10**6), (False, 7000)):
         monkeypatch.setattr(corpus, "BLOCK", block)
-        keys.add(tuple(key for key, (_, ends) in prepare.with_hashes(stream("in.txt", cut=cut)) if ends))
-    assert len(keys) == 1 and len(set(*keys)) == 9
+        keys.add(tuple(key for _, key, (_, ends) in prepare.numbered(stream("in.txt", cut=cut)) if ends))
+    assert len(keys) == 1 and len(set(*keys)) == 8
 
 
-def test_a_few_documents_give_one_to_validation():
+def test_a_few_documents_give_their_last_tenths():
     documents = make_documents(4)
     write("few.txt", documents + documents[:1])                          # an equal document goes the same way
     go("--name", "few", "--input", "few.txt", "--vocab_size", 280)
     train, val = decoded("few", "train"), decoded("few", "val")
-    assert len(set(val)) == 1 and sorted(train + val) == sorted(documents + documents[:1])
-    assert not set(train) & set(val)
-    write("one.txt", documents[:1])
-    assert "--delimiter" in refused_elsewhere("--name", "one", "--input", "one.txt")
-    go("--name", "two", "--input", "one.txt", "--delimiter", " ", "--vocab_size", 270)
+    assert len(set(train)) == len(set(val)) == 4 and not set(train) & set(val)
+    for document, head, tail in zip(documents + documents[:1], train, val):
+        assert document.startswith(head) and document.endswith(tail)
+        assert 0 < len(tail.encode()) <= len(document.encode()) / 10 + 4
+        assert document[len(head):len(document) - len(tail)].strip() == ""
+    Path("one.txt").write_text("a")
+    assert "too short" in refused_elsewhere("--name", "one", "--input", "one.txt")
 
 
 def refused_elsewhere(*arguments):
@@ -262,6 +421,78 @@ def refused_elsewhere(*arguments):
         go(*arguments)
     assert sorted(os.listdir("data")) == before
     return end.value.code
+
+
+# ------------------------------------------------------------------------------------- files as people have them
+
+def test_packed_text_is_read_as_text(monkeypatch):
+    write("a.txt", make_documents(200))
+    data = Path("a.txt").read_bytes()
+    Path("a.txt.gz").write_bytes(gzip.compress(data[:900]) + gzip.compress(data[900:]))      # two packs in one file
+    Path("B.TXT.GZ").write_bytes(gzip.compress(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")))
+    monkeypatch.setattr(corpus, "BLOCK", 777)
+    for name, file in (("plain", "a.txt"), ("packed", "a.txt.gz"), ("upper", "B.TXT.GZ")):
+        go("--name", name, "--input", file, "--vocab_size", 280)
+        assert contents(name) == contents("plain")
+    Path("bad.gz").write_bytes(data)
+    assert "bad.gz cannot be read: Not a gzipped file" in refused_elsewhere("--name", "x", "--input", "bad.gz")
+    for i, byte in enumerate(gzip.compress(b"z" * 5000 + b"\xff")[12:14]):                    # a damaged pack
+        damaged = bytearray(gzip.compress(data))
+        damaged[12 + i] ^= byte | 1
+        Path("bad.gz").write_bytes(damaged)
+        assert "bad.gz" in refused_elsewhere("--name", "x", "--input", "bad.gz")
+    Path("bad.gz").write_bytes(gzip.compress(data)[:-9])
+    assert "bad.gz cannot be read: Comp" in refused_elsewhere("--name", "x", "--input", "bad.gz")
+    Path("bad.gz").write_bytes(gzip.compress(b"z" * 5000 + b"\xff"))
+    assert "offset 5000" in refused_elsewhere("--name", "x", "--input", "bad.gz")
+
+
+def test_a_zero_byte_is_shown_where_it_is(monkeypatch):
+    for block in (3, 7, 1 << 20):
+        monkeypatch.setattr(corpus, "BLOCK", block)
+        for start in (b"", b"\xef\xbb\xbf", "é\r\n猫".encode() * 9):
+            Path("bad.txt").write_bytes(start + b"ab\0cd\0")
+            with pytest.raises(ValueError, match=f"the first at offset {len(start) + 2} "):
+                stream("bad.txt")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL.gz", "a.ndjson", "a.json"])
+def test_json_is_called_so(name):
+    Path(name).write_text('{"text": "A story."}\n')
+    assert f"{name} is JSON; plain text is expected" in refused("--name", "x", "--input", name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes")
+def test_a_file_name_that_is_not_utf8():
+    name = os.fsdecode(b"caf\xe9.txt")
+    write(name, make_documents(200))
+    go("--name", "x", "--input", name, "--vocab_size", 280)
+    assert json.loads(Path("data/x/meta.json").read_text("utf-8"))["source"] == r"caf\udce9.txt"
+
+
+@posix
+def test_a_dangling_link_is_called_so():
+    write("in.txt", make_documents(20))
+    Path("data").mkdir()
+    os.symlink("gone", "data/s")
+    for make in (lambda: prepare.main(["--name", "s", "--input", "in.txt"]),
+                 lambda: prepare.from_files("s", ["in.txt"]), lambda: corpus.open_data("s", ModelConfig())):
+        with pytest.raises(ValueError, match="data/s is a link to .*/gone, which is not there"):
+            make()
+    Path("data/gone").mkdir()
+    os.symlink("nowhere.json", "data/gone/meta.json")
+    with pytest.raises(ValueError, match="data/s/meta.json is a link to .*/nowhere.json, which is not there"):
+        corpus.open_data("s", ModelConfig())
+    Path("data").rename("moved")
+    os.symlink("gone/for/good", "data")
+    with pytest.raises(ValueError, match="data is a link to .*/gone/for/good, which is not there"):
+        prepare.main(["--name", "other", "--input", "in.txt"])
+
+
+def test_a_folder_that_another_process_makes_meanwhile_stays():
+    with pytest.raises(FileExistsError, match="exists already: another process"), corpus.new_folder("x"):
+        Path("data/x").mkdir()
+    assert os.listdir("data") == ["x"]
 
 
 # ------------------------------------------------------------------------------------------------- refusals
@@ -302,9 +533,10 @@ def test_options_that_do_not_go_together():
                       [*text, "--tokenizer", "t.json", "--nfc"], [*text, "--tokenizer", "t.json", "--munch"],
                       [*text, "--vocab_size", 65537], [*text, "--vocab_size", 259],
                       [*text, "--vocab_size", 257, "--munch"], [*text, "--vocab_size", 0],
-                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"],
+                      [*text, "--workers", 0], [*text, "--tokenizer", "in.txt"], ["--input", "-a.txt"],
                       [*text, "--tokenizer", "none.json"]):
         refused(*arguments)
+    assert '--delimiter="-x"' in refused(*text, "--delimiter", "--")
 
 
 def test_ids_that_do_not_fit_are_refused_not_wrapped(monkeypatch):
@@ -378,7 +610,7 @@ def test_a_full_disk_leaves_no_folder():
     write("in.txt", ["word " * 50_000, "another one"])
     result = run_script("--name", "x", "--input", "in.txt", "--vocab_size", "260",
                         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)))
-    assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert result.returncode == 1 and result.stderr == f"error: {Path('data/x')}: File too large.\n"
     assert os.listdir("data") == []
 
 
@@ -460,6 +692,7 @@ def test_storybook_and_its_floor(capsys):
     nats = -sum(log_prob for _, log_prob in told)
     val = meta["val"]
     assert val["documents"] == 20 and meta["seed"] == 3 and meta["source"] == "storybook.py"
+    assert meta["split"] == {"rule": "by random numbers (each side has its own)", "empty_documents": 0}
     assert val["floor_nats_per_token"] == pytest.approx(nats / len(ids_of("storybook", "val")))
     size = sum(len(text) for text, _ in told)
     assert val["floor_bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
@@ -579,6 +812,22 @@ def test_a_short_file_is_not_taken_for_a_whole_one(server, monkeypatch):
     monkeypatch.setattr(prepare, "HUB", server.url)
     monkeypatch.setattr(prepare, "TINYSTORIES", {"train.txt": 900_000, "valid.txt": 900_000})
     assert "1,000 bytes and not 900,000" in refused()
+    assert sorted(os.listdir("data/raw")) == ["train.txt.part"]
+
+
+def test_a_file_put_there_by_hand_is_taken_only_if_it_is_whole(server, capsys):
+    Path("raw").mkdir()
+    Path("raw/file").write_bytes(server.body[:700_000])
+    size = len(server.body)
+    server.codes = [404]
+    with pytest.raises(ValueError, match="404"):
+        corpus.download(f"{server.url}/file", Path("raw/file"), size)
+    assert Path("raw/file").read_bytes() == server.body[:700_000]            # kept until there is a whole one
+    corpus.download(f"{server.url}/file", Path("raw/file"), size)
+    assert Path("raw/file").read_bytes() == server.body and os.listdir("raw") == ["file"]
+    assert "has 700,000 bytes and not 900,000: downloading it anew." in capsys.readouterr().out
+    corpus.download(f"{server.url}/file", Path("raw/file"), size)
+    assert len(server.requests) == 2                                         # whole now: nothing to do
 
 
 def test_tinystories_from_a_server(server, monkeypatch):

@@ -150,7 +150,7 @@ def test_the_newest_checkpoint_is_the_default(here, run):
     (["--temperature=nan"], "temperature"), (["--top_p=0"], "top_p"), (["--top_p=1.5"], "top_p"),
     (["--top_k=-1"], "top_k"), (["--num_samples=0"], "num_samples"), (["--device=abacus"], "abacus"),
     (["--dtype=float16"], "dtype"), (["--prompt_file=nowhere.txt"], "nowhere.txt"),
-    (["--prompt_file=latin1.txt"], "not UTF-8"),
+    (["--prompt_file=latin1.txt"], "not UTF-8"), (["--prompt", "-hello"], 'written --prompt="-x"'),
 ])
 def test_errors_are_one_sentence(here, run, words, message):
     Path("latin1.txt").write_bytes("Bär".encode("latin-1"))

@@ -629,3 +629,18 @@ def test_command_line_errors_are_one_line(tmp_path):
     for path in (tmp_path / "broken.json", tmp_path / "missing.json"):
         done = run_cli(path, "x")
         assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_text_that_begins_with_a_dash(tmp_path, monkeypatch, capsys):
+    """argparse takes it for an option."""
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(train_bpe(count_chunks(["hello hello hello"]), 268), path)
+    monkeypatch.setattr(sys, "argv", ["tokenizer.py", str(path), "-x"])
+    with pytest.raises(ValueError, match='goes behind "--"'):
+        tok.read_and_show()
+    monkeypatch.setattr(sys, "argv", ["tokenizer.py", str(path), "--", "-x"])
+    tok.read_and_show()
+    assert capsys.readouterr().out.startswith("-|x\n45 120\n")
+    monkeypatch.setattr(sys, "argv", ["tokenizer.py"])
+    with pytest.raises(ValueError, match="required: tokenizer, text$"):
+        tok.read_and_show()
