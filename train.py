@@ -34,7 +34,7 @@ from support import need
 from support.checkpoint import Run, check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
-from support.runtime import (choose_device, compile_training, interruptible, keep_freed_memory, run_main,
+from support.runtime import (chat_roles, choose_device, compile_training, interruptible, keep_freed_memory, run_main,
                              sink_id)
 from support.settings import read_settings
 
@@ -56,6 +56,7 @@ class TrainConfig:
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     windows: str = "stream"  # where they are cut: stream (anywhere), documents (where one begins)
+    assistant_only: bool = True  # of conversations, only what the assistant says counts in the loss
     grad_accum: int = 1  # micro-batches in a step, their gradients added up: less memory, the same step
     optimizer: str = "adamw"  # adamw; muon: torch.optim.Muon for the blocks' matrices, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
@@ -102,10 +103,11 @@ class TrainConfig:
 # Data
 
 
-def get_batch(ids, step, config, context, sink=None, end_of_text=None):
+def get_batch(ids, step, config, context, sink=None, end_of_text=None, roles=None):
     """Return the windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context).
 
-    sink is a token id, or None: it takes the place of the first input, and the targets stay. With
+    sink is a token id, or None: it takes the place of the first input, and the targets stay. With roles, only
+    the assistant's targets count (see there). With
     windows="documents" a window begins where the document that was drawn does, after `end_of_text`: what a
     name refers to then stands in the same window, which is what teaches a model to look back.
     """
@@ -117,9 +119,23 @@ def get_batch(ids, step, config, context, sink=None, end_of_text=None):
     windows = torch.from_numpy(windows.astype(np.int64))  # (batch_size, context + 1)
     inputs = windows[:, :-1].clone()
     targets = windows[:, 1:]
+    if roles:
+        targets = assistant_targets(inputs, targets, roles)
     if sink is not None:
         inputs[:, 0] = sink
     return inputs, targets
+
+
+def assistant_targets(inputs, targets, roles):
+    """Return the targets (..., T) with -100, which does not count, for all that the assistant has not to say.
+
+    What counts are its tokens, and the <|end|> that closes its turn: where the latest of the roles, the ids of
+    <|user|>, <|assistant|> and <|end|>, among the inputs so far is <|assistant|>. In a window that begins in the
+    middle of a turn nobody knows whose it is, so nothing counts before the first of these.
+    """
+    marks = torch.isin(inputs, torch.tensor(list(roles.values())))
+    latest = torch.where(marks, torch.arange(inputs.size(-1)), 0).cummax(dim=-1).values  # where it stands
+    return targets.where(inputs.gather(-1, latest) == roles["<|assistant|>"], -100)
 
 
 def document_start(ids, position, end_of_text, furthest):
@@ -131,12 +147,12 @@ def document_start(ids, position, end_of_text, furthest):
     return 0 if position <= furthest else position
 
 
-def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream"):
-    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once.
+def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream", roles=None):
+    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once, if it counts.
 
     A target that does not count is -100. The first input is an end-of-text, which stands before the stream.
     """
-    stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
+    stream, wanted = validation_stream(ids, end_of_text, roles)
     if windows == "documents":
         bounds = document_windows(ids, end_of_text, context)
     else:
@@ -147,10 +163,18 @@ def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows
         targets = torch.full((len(batch), width), -100)
         for row, (start, counted, end) in enumerate(batch):
             inputs[row, : end - start] = stream[start:end]
-            targets[row, counted - start : end - start] = stream[counted + 1 : end + 1]
+            targets[row, counted - start : end - start] = wanted[counted:end]
         if sink is not None:
             inputs[:, 0] = sink
         yield inputs, targets
+
+
+def validation_stream(ids, end_of_text, roles=None):
+    """Return ids as inputs, behind an end-of-text, and as targets, each (len(ids),)."""
+    stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
+    inputs = stream[:-1]
+    targets = stream[1:]
+    return inputs, assistant_targets(inputs, targets, roles) if roles else targets
 
 
 def document_windows(ids, end_of_text, context):
@@ -174,8 +198,9 @@ def document_windows(ids, end_of_text, context):
 
 
 @torch.no_grad()
-def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
-    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
+def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", roles=None):
+    """Return the loss on all of `ids`, or with roles on the assistant's part of them, the same every time:
+    (nats per token, bits per byte of text).
 
     windows="stream" cuts where a window is full, as published numbers do: a model cannot know what stood before.
     With "documents" it reads each from its beginning, and can reach the entropy of the text.
@@ -185,13 +210,20 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
     device = next(model.parameters()).device
     sink = sink_id(model.config, tokenizer)
     nats = 0.0
+    n_counted = 0  # tokens
+    size = 0  # their bytes
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows):
-        with autocast:
-            _, loss = model(x.to(device), y.to(device))
-        nats += loss.item() * (y != -100).sum().item()
+    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows,
+                                   roles):
+        counted = y[y != -100]
+        if len(counted):  # the mean over nothing is no number
+            with autocast:
+                _, loss = model(x.to(device), y.to(device))
+            nats += loss.item() * len(counted)
+        n_counted += len(counted)
+        size += n_bytes[counted.numpy()].sum()
     model.train()
-    return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
+    return nats / n_counted, nats / math.log(2) / max(1, size)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -254,6 +286,8 @@ def clip_and_step(model, optimizers, scaler, max_norm):
     here they are divided by it. Now and then that overflows; then nothing steps, and the number gets smaller.
     In other types the scaler passes everything on as it is.
     """
+    if all(p.grad is None for p in model.parameters()):  # no target counted
+        return 0.0
     for optimizer in optimizers.values():
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
@@ -282,11 +316,14 @@ def train(config, model_config):
     (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
+    roles = chat_roles(tokenizer) if meta["chat"] and config.assistant_only else None
+    n_val = (validation_stream(val_ids, tokenizer.end_of_text, roles)[1] != -100).sum().item()
+    need(n_val, f"nothing in the first {len(val_ids)} tokens of val.bin is the assistant's: raise eval_tokens.")
 
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/
     run = set_up(config, model_config, meta, device, dtype)
-    print_plan(config, run.model, meta, device, dtype, len(val_ids))
-    batch_options = (config, model_config.context, sink, tokenizer.end_of_text)
+    print_plan(config, run.model, meta, device, dtype, n_val, roles)
+    batch_options = (config, model_config.context, sink, tokenizer.end_of_text, roles)
     first_batch = get_batch(train_ids, run.start, *batch_options)
     forward = compile_training(run.model, config, device, autocast, first_batch)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
@@ -295,20 +332,24 @@ def train(config, model_config):
     step = run.start  # how many are done
     with interruptible() as stop, run.log.file, progress.bar:
         if step == 0:
-            evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
+            evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast, roles, n_val)
         while step < config.max_steps and not stop:
             # The batch of this step, and its learning rate
             began = time.perf_counter()
             x, y = get_batch(train_ids, step, *batch_options)
             lr = set_rates(run.optimizers, step, config)
 
-            # Forward and backward, one micro-batch after the other: their gradients add up
+            # Forward and backward, one micro-batch after the other: their gradients add up, by the number of
+            # targets that count
             step_loss, merge_ratios = 0.0, []
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
+                share = (y_part != -100).sum().item() / max(1, (y != -100).sum().item())
+                if not share:
+                    continue
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
-                run.scaler.scale(loss / config.grad_accum).backward()
-                step_loss += loss.item() / config.grad_accum
+                run.scaler.scale(loss * share).backward()
+                step_loss += loss.item() * share
                 if model_config.token_merging != "off":
                     merge_ratios.append(run.model.merge_ratio())
 
@@ -320,7 +361,7 @@ def train(config, model_config):
             # Log; from time to time evaluate and save as well
             progress.add(step_loss, lr, norm, merge_ratios, time.perf_counter() - began)
             if step % config.eval_every == 0 or step == config.max_steps:
-                evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
+                evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast, roles, n_val)
             elif step % config.log_every == 0:
                 run.log.write(progress.row(step))
         if stop:  # Ctrl-C, or a polite kill
@@ -343,22 +384,22 @@ def set_up(config, model_config, meta, device, dtype):
         keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(config, model, optimizers, scaler, meta["tokenizer"])
+    run = Run(config, model, optimizers, scaler, meta["tokenizer"], meta["chat"])
     if config.resume:
         run.resume(checkpoint)
     return run
 
 
-def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast):
-    """Evaluate, complete the row and log it, save the run, show a sample."""
+def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast, roles, n_val):
+    """Evaluate on the n_val targets of val_ids that count, complete the row and log it, save the run, show a sample."""
     config = run.config
     n_windows = config.batch_size // config.grad_accum  # at once, as in training
-    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows)
+    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows, roles)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
     run.log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
     run.save(row["step"], val_loss)
-    tqdm.write(evaluation_line(row, meta, len(val_ids)))
+    tqdm.write(evaluation_line(row, meta, n_val, roles))
     if "merge_ratio" in row:
         tqdm.write(merging_line(run.model, row["merge_ratio"], config.batch_size))
     tqdm.write(sample_text(run.model, tokenizer, config) + "\n")

@@ -157,12 +157,13 @@ def run_folder(config):
 class Run:
     """A run under way: its settings, model, optimizers and gradient scaler, and its folder out/<run>/."""
 
-    def __init__(self, config, model, optimizers, scaler, tokenizer_json):
+    def __init__(self, config, model, optimizers, scaler, tokenizer_json, chat=False):
         self.config = config
         self.model = model
         self.optimizers = optimizers
         self.scaler = scaler
         self.tokenizer_json = tokenizer_json
+        self.chat = chat  # does it learn from conversations?
         self.start = 0  # steps done before
         self.best_val_loss = math.inf
         self.folder = run_folder(config)
@@ -200,7 +201,7 @@ class Run:
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "model_config": asdict(self.model.config), "train_config": asdict(self.config),
-            "tokenizer": self.tokenizer_json,
+            "tokenizer": self.tokenizer_json, "chat": self.chat,
         }
         for path in paths:
             self.log.check_ours()

@@ -441,12 +441,13 @@ def open_data(name, model_config):
     """Open data/NAME/ -> ([train ids, val ids], tokenizer, meta), checked against each other and the model.
 
     The ids are uint16 arrays that stay on disk: a batch reads its windows only. meta is meta.json, with the
-    text of tokenizer.json as meta["tokenizer"]. ValueError says what is missing, damaged or does not fit.
+    text of tokenizer.json as meta["tokenizer"], and as meta["chat"] whether the ids are conversations: an
+    <|assistant|> is among them. ValueError says what is missing, damaged or does not fit.
     """
     folder = DATA / name
     sink = model_config.sink_token
-    need(name != "storybook" or sink in ("", *bpe.SPECIALS),
-         f"data=storybook has no {sink}: take data=storybook_munch.")
+    need(name not in ("storybook", "storybook_chat") or sink in ("", *bpe.SPECIALS),
+         f"data={name} has no {sink}: take data=storybook_munch.")
     meta, tokens = read_meta(folder, model_config)
     tokenizer = tokenizer_from_json(meta["tokenizer"])
     need(sink in ("", *tokenizer.specials), f"{folder}/tokenizer.json has no token sink_token={sink!r}.")
@@ -462,6 +463,9 @@ def open_data(name, model_config):
     splits = [np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in tokens]
     need(max(ids.max() for ids in splits) < tokenizer.vocab_size,
          f"the data in {folder} has ids that its tokenizer does not know.")
+    assistant = tokenizer.specials.get("<|assistant|>")
+    parts = (splits[0][i : i + BLOCK] for i in range(0, len(splits[0]), BLOCK))  # in a chat, the first will do
+    meta["chat"] = any((part == assistant).any() for part in parts)
     return splits, tokenizer, meta
 
 

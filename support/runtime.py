@@ -171,6 +171,11 @@ def open_model(path, device, dtype):
     return path, model, tokenizer
 
 
+def chat_roles(tokenizer):
+    """Return {name: id} of the tokens that begin and end turns; None for one that the tokenizer has not."""
+    return {name: tokenizer.specials.get(name) for name in ("<|user|>", "<|assistant|>", "<|end|>")}
+
+
 def sink_id(config, tokenizer):
     """Return the id of the attention sink that stands in front of every window and prompt, or None."""
     if not config.sink_token:
