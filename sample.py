@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from support import need
-from support.runtime import open_model, prepare_decoding, run_main, sink_ids
+from support.runtime import open_model, prepare_decoding, run_main, start_ids
 from support.settings import CommandLine
 from tokenizer import StreamDecoder, encode_chat
 
@@ -85,7 +85,9 @@ def generate(model, tokenizer, ids, stops, options):
 def continue_prompt(model, tokenizer, prompt, args, options):
     """Print the prompt and a continuation, num_samples times. Return what `generate` returned each time."""
     text = prompt.removeprefix(model.config.sink_token)  # typing the sink makes no second one
-    ids = sink_ids(model.config, tokenizer) + (tokenizer.encode(text) or [tokenizer.end_of_text])
+    ids = start_ids(model.config, tokenizer) + tokenizer.encode(text)
+    if not text and model.config.sink_token:
+        ids.append(tokenizer.end_of_text)  # anything may follow a sink, and a new document follows this
     context = model.config.context
     if len(ids) > context:
         print(f"[the prompt has {len(ids)} tokens, more than the context of {context}: the model "
@@ -106,7 +108,7 @@ def chat(model, tokenizer, options):
     """
     end = tokenizer.specials.get("<|end|>")
     encode_chat(tokenizer, [("user", ""), ("assistant", None)])  # if the tokenizer cannot, say so at once
-    unread = sink_ids(model.config, tokenizer)  # ids that the cache has not read yet
+    unread = start_ids(model.config, tokenizer)  # ids that the cache has not read yet
     results = []
     while True:
         print("> ", end="", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from model import PARTS, Attention, ModelConfig, NoCache, greedy_pairs
 from support import need
 from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 from support.files import atomic_write
-from support.runtime import run_main, sink_ids
+from support.runtime import run_main, start_ids
 from support.settings import CommandLine
 from tokenizer import LongestMatchTokenizer, Tokenizer
 
@@ -401,7 +401,7 @@ def read_model(args, text, **changes):
     checkpoint, tokenizer = read_checkpoint(args)
     checkpoint["model_config"] |= changes
     model = load_model(checkpoint).eval()
-    ids = sink_ids(model.config, tokenizer) + tokenizer.encode(args.text or text)
+    ids = start_ids(model.config, tokenizer) + tokenizer.encode(args.text or text)
     need(len(ids) <= model.config.context,
          f"the text has {len(ids)} tokens, more than the context of {model.config.context}.")
     return model, tokenizer, ids

@@ -23,7 +23,7 @@ import torch
 
 import storybook
 from support import need
-from support.runtime import open_model, run_main, sink_ids
+from support.runtime import open_model, run_main, start_ids
 from support.settings import CommandLine
 
 KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
@@ -115,7 +115,7 @@ def recognise(text):
 def generate_stories(model, tokenizer, n, temperature, seed, batch=50):
     """n stories as the model generates them; one that does not end within the context is cut there."""
     generator = torch.Generator(model.head_weight.device).manual_seed(seed)
-    start = sink_ids(model.config, tokenizer) or [tokenizer.end_of_text]  # as in training
+    start = start_ids(model.config, tokenizer)
     texts = []
     while len(texts) < n:
         idx = torch.tensor([start] * min(batch, n - len(texts)), device=generator.device)
@@ -170,7 +170,7 @@ class Annotator(storybook.Teller):
 def losses_by_kind(model, tokenizer, n, seed):
     """{kind: (tokens, nats, nats of the floor)} over n validation stories, each read from its beginning."""
     tokens, nats, floor = defaultdict(int), defaultdict(float), defaultdict(float)
-    start = sink_ids(model.config, tokenizer) or [tokenizer.end_of_text]  # as in training
+    start = start_ids(model.config, tokenizer)
     for i in range(n):
         story = Annotator(random.Random(seed << 32 | i)).tell(storybook.BOOK)
         ids = tokenizer.encode(story.text) + [tokenizer.end_of_text]

@@ -167,7 +167,7 @@ def open_model(path, device, dtype):
     model = load_model(checkpoint).to(device, dtype).eval()
     need(tokenizer.vocab_size <= model.config.vocab_size,
          "the checkpoint's tokenizer has more tokens than its model.")
-    sink_ids(model.config, tokenizer)  # it must have one, if the model wants one
+    sink_id(model.config, tokenizer)  # it must have one, if the model wants one
     return path, model, tokenizer
 
 
@@ -185,10 +185,13 @@ def sink_id(config, tokenizer):
     return tokenizer.specials[config.sink_token]
 
 
-def sink_ids(config, tokenizer):
-    """Return the same as a list of ids, to put a text's ids behind."""
+def start_ids(config, tokenizer):
+    """Return the ids to put in front of a text: the sink or, without one, the end of the document before.
+
+    So begin the documents in training. A model that has only seen them whole is lost without.
+    """
     sink = sink_id(config, tokenizer)
-    return [] if sink is None else [sink]
+    return [tokenizer.end_of_text if sink is None else sink]
 
 
 def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size"):

@@ -69,13 +69,14 @@ def test_text_goes_to_stdout_and_speed_to_stderr(here, run):
 
 
 def test_greedy_output_is_the_models_argmax(here, run):
+    """A prompt is the beginning of a document, so an end-of-text stands before it, as in training."""
     checkpoint = load_checkpoint("out/run/ckpt.pt")
     model, tokenizer = load_model(checkpoint).eval(), tokenizer_from_json(checkpoint["tokenizer"])
-    x = torch.tensor([tokenizer.encode("The frog")])
+    x = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode("The frog")]])
     for _ in range(10):
         x = torch.cat([x, model(x)[0][:, -1:].argmax(-1)], dim=1)
     _, out, _ = run("--prompt=The frog", "--max_new_tokens=10", "--temperature=0", "--no_stop")
-    assert out == tokenizer.decode(x[0].tolist()) + "\n"
+    assert out == tokenizer.decode(x[0, 1:].tolist()) + "\n"
     assert run("--prompt=The frog", "--max_new_tokens=10", "--top_k=1", "--no_stop")[1] == out
 
 
@@ -169,9 +170,9 @@ def test_chat_keeps_the_cache_across_turns(here, run):
     checkpoint["model_config"]["context"] = 400
     save_checkpoint(checkpoint, Path("out/run/ckpt.pt"))
     model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
-    end, ids, answers = tokenizer.specials["<|end|>"], [], []
+    end, ids, answers = tokenizer.specials["<|end|>"], [tokenizer.end_of_text], []
     for text in ("Hi frog", "Who are <|end|> you?"):  # a special token that is typed ends nothing
-        ids += tokenizer.encode("\n") if ids else []
+        ids += tokenizer.encode("\n") if answers else []
         ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode("\n"),
                 tokenizer.specials["<|assistant|>"]]
         answer = []
