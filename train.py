@@ -402,15 +402,20 @@ def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast, roles, n_val
     tqdm.write(evaluation_line(row, meta, n_val, roles))
     if "merge_ratio" in row:
         tqdm.write(merging_line(run.model, row["merge_ratio"], config.batch_size))
-    tqdm.write(sample_text(run.model, tokenizer, config) + "\n")
+    tqdm.write(sample_text(run.model, tokenizer, config, first_turn(val_ids, roles)) + "\n")
 
 
-def sample_text(model, tokenizer, config):
-    """Return the beginning of a document, as the model generates it now."""
+def first_turn(val_ids, roles):
+    """Return the ids up to the first <|assistant|>, for a sample to go on from: of plain text, none."""
+    return val_ids[: np.argmax(val_ids == roles["<|assistant|>"]) + 1].tolist() if roles else []
+
+
+def sample_text(model, tokenizer, config, ids):
+    """Return the beginning of a document, as the model generates it now, behind its first ids."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
     sink = sink_id(model.config, tokenizer)
     start = [tokenizer.end_of_text] if sink is None else [sink, tokenizer.end_of_text]
-    ids = []
+    start += ids
     model.eval()
     for token in model.generate(torch.tensor([start], device=generator.device), config.sample_tokens,
                                 temperature=0.8, generator=generator, n_ids=tokenizer.vocab_size):

@@ -225,7 +225,8 @@ class Run:
             sys.exit(128 + stop[0])
         print(f"done. Last state: {self.last_path}; best: {self.best_path}, "
               f"validation loss {self.best_val_loss:.4f}.")
-        print(f'Now try: python sample.py --checkpoint {self.last_path} --prompt "Once upon a time"')
+        more = "--chat" if self.chat else '--prompt "Once upon a time"'
+        print(f"Now try: python sample.py --checkpoint {self.last_path} {more}")
 
 
 def keep_earlier_run(folder):

@@ -211,7 +211,8 @@ def check_messages(line, where):
         raise ValueError(f"{where}, is not JSON; expected is a line like {example}.") from None
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     need(messages and isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
-         f'{where}, has no list of "messages"; expected is a line like {example}.')
+         f'{where}, has no list of "messages"; expected is a line like {example}, or text '
+         "in a file of another name, the documents separated by the --delimiter.")
     before = None
     for message in messages:
         for key in ("role", "content"):

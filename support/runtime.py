@@ -59,15 +59,18 @@ def keep_freed_memory():
 
 
 @contextlib.contextmanager
-def interruptible():
-    """Yield a list that the first Ctrl-C (or kill) only appends to; a second one acts at once."""
+def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP")):
+    """Yield a list that the first of these signals only appends to; a second one acts at once.
+
+    They are Ctrl-C, a polite kill, a closed terminal.
+    """
     stop, before = [], {}
 
     def note(number, frame):
         stop.append(number)
         signal.signal(number, before[number])
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a polite kill, a closed terminal
+    for name in names:
         if hasattr(signal, name):
             number = getattr(signal, name)
             before[number] = signal.signal(number, note)
@@ -156,14 +159,23 @@ def prepare_decoding(model, compiled=False):
     return cache
 
 
-def open_model(path, device, dtype):
-    """A checkpoint, the newest if path is None -> (its path, its model in eval mode, its tokenizer)."""
+def open_model(path, device, dtype, chat=False):
+    """A checkpoint, the newest if path is None -> (its path, its model in eval mode, its tokenizer).
+
+    ValueError if it is to chat and has not learned to.
+    """
     from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 
     device, dtype = choose_device(device, dtype)
     path = path or newest_checkpoint()
     checkpoint = load_checkpoint(path)
     tokenizer = checkpoint_tokenizer(checkpoint, path)
+    if chat:
+        advice = "python train.py config/chat.py makes a model to talk to."
+        missing = [name for name, id in chat_roles(tokenizer).items() if id is None]
+        need(not missing, f"the tokenizer of {path} has no {' and no '.join(missing)}: {advice}")
+        learned = checkpoint.get("chat", not checkpoint["train_config"])  # of an imported one nothing is known
+        need(learned, f"{path} was trained on plain text, without <|user|> and <|assistant|>: {advice}")
     model = load_model(checkpoint).to(device, dtype).eval()
     need(tokenizer.vocab_size <= model.config.vocab_size,
          "the checkpoint's tokenizer has more tokens than its model.")

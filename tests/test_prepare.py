@@ -458,7 +458,7 @@ def test_a_zero_byte_is_shown_where_it_is(monkeypatch):
                 stream("bad.txt")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL.gz", "a.ndjson", "a.json"])
+@pytest.mark.parametrize("name", ["a.json", "A.JSON.gz", "a.ndjson"])
 def test_json_is_called_so(name):
     Path(name).write_text('{"text": "A story."}\n')
     assert f"{name} is JSON; plain text is expected" in refused("--name", "x", "--input", name)

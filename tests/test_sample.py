@@ -172,8 +172,8 @@ def test_chat_keeps_the_cache_across_turns(here, run):
     model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
     end, ids, answers = tokenizer.specials["<|end|>"], [tokenizer.end_of_text], []
     for text in ("Hi frog", "Who are <|end|> you?"):  # a special token that is typed ends nothing
-        ids += tokenizer.encode("\n") if answers else []
-        ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode("\n"),
+        ids += tokenizer.encode(" ") if answers else []
+        ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode(" "),
                 tokenizer.specials["<|assistant|>"]]
         answer = []
         while len(answer) < 10 and (not answer or answer[-1] not in (end, tokenizer.end_of_text)):
