@@ -26,7 +26,7 @@ from model import LanguageModel, ModelConfig
 from support import need
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
-from support.runtime import run_main
+from support.runtime import chat_roles, run_main
 from support.settings import CommandLine, check_type
 
 # ----------------------------------------------------------------------------------------------------------
@@ -284,6 +284,17 @@ def write_tokenizer(tokenizer, sink, path):
     path.write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
 
 
+def chat_template(tokenizer, sink):
+    """What tokenizer_config.json needs for `apply_chat_template` to give the ids of encode_chat (a sink in front),
+    where the tokenizer has the tokens for it. There, the name of a special token in a content is that token."""
+    if None in chat_roles(tokenizer).values():
+        return {}
+    turn = ("{% if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('The roles are user and "
+            "assistant.') }}{% endif %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>")
+    return {"chat_template": sink + "{% for message in messages %}{% if not loop.first %} {% endif %}" + turn
+            + "{% endfor %}{% if add_generation_prompt %} <|assistant|>{% endif %}"}
+
+
 def write_json(x, path):
     path.write_text(json.dumps(x, indent=2) + "\n", encoding="utf-8")
 
@@ -336,7 +347,8 @@ def export_folder(source, target):
         if tokenizer:
             write_tokenizer(tokenizer, model.config.sink_token, temporary / "tokenizer.json")
             write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                        "eos_token": tokenizer.token_bytes(end).decode("utf-8")},
+                        "eos_token": tokenizer.token_bytes(end).decode("utf-8"),
+                        **chat_template(tokenizer, model.config.sink_token)},
                        temporary / "tokenizer_config.json")
         temporary.rename(target)
     except OSError as error:
