@@ -156,7 +156,8 @@ def encode_batch(batch, json_text, chat=False):
         if chat:
             turns = chat_turns(text)
             ids += bpe.encode_chat(tokenizer, turns)
-            counts["bytes"] += sum(len(content.encode("utf-8", "surrogatepass")) for _, content in turns)
+            texts = " ".join(content for _, content in turns)
+            counts["bytes"] += len(texts.encode("utf-8", "surrogatepass"))
             counts["assistant_tokens"] += sum(len(tokenizer.encode(content)) + 1 for role, content in turns
                                               if role == "assistant")
         else:

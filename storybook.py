@@ -235,10 +235,10 @@ def parse(source, **texts):
 
 BOOK = parse(f"{OPENING}\n[{'|'.join(PLOTS)}]\n\n{ENDING}")  # all the stories, as one text with forks
 
-# Conversations: a request, the story, and one to three questions with their answers. Each turn ends in ~, which no
-# story has; another ~ ends the conversation. The words that a request names are drawn there, so in the story they
-# are certain; and one that tells what happens stands in one option with that plot: every other plot is another
-# option, so here, too, every choice leaves one trace.
+# Conversations: a request, the story, and one to three questions with their answers. Each turn ends in ~, which
+# no story has; another ~ ends the conversation. A word that the request names is drawn there, so in the story it
+# is certain. A request that tells what happens stands in one option with that plot: here, too, every choice
+# leaves one trace.
 
 REQUESTS = {
     " who loses a {colour} {thing:toy}": LOST,
@@ -251,15 +251,16 @@ REQUESTS = {
     " who makes {food}": BAKE,
     "": f"[{'|'.join(PLOTS)}]",  # any of them
 }
-PLOT = parse("[" + "|".join(f"{request}.~ {OPENING}\n{plot}\n{ENDING}~" for request, plot in REQUESTS.items()) + "]")
+STORIES = [f"{request}.~{OPENING}\n{plot}\n{ENDING.rstrip()}~" for request, plot in REQUESTS.items()]
+PLOT = parse(f"[{'|'.join(STORIES)}]")
 NAME = parse("[ named {hero}{PLOT}|{PLOT}]", PLOT=PLOT)
 
 QUESTION = parse("""
-[What colour was the {thing}?~ The {thing} was {colour}.
-|Who was {hero}'s friend?~ {hero}'s friend was {friend}.
-|What animal was {friend}?~ {friend} was a {friend.kind}.
-|Who was {hero}?~ {hero} was a {trait} {kind}.
-|Where did {hero} live?~ {hero} lived near the {place}.]~
+[What colour was the {thing}?~The {thing} was {colour}.
+|Who was {hero}'s friend?~{hero}'s friend was {friend}.
+|What animal was {friend}?~{friend} was a {friend.kind}.
+|Who was {hero}?~{hero} was a {trait} {kind}.
+|Where did {hero} live?~{hero} lived near the {place}.]~
 """)
 
 TALK = parse("""
