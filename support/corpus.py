@@ -218,7 +218,7 @@ def check_messages(line, where):
         for key in ("role", "content"):
             need(key in message, f'{where}, has a message without "{key}"; expected is a line like {example}.')
         role = message["role"]
-        need(role in ("user", "assistant"), f"{where}, has the role {role!r}; the roles are user and assistant.")
+        need(role in ("user", "assistant"), f"{where}, has the role {str(role)[:40]!r}; the roles are user and assistant.")
         need(role != before, f"{where}, has two turns of the {role} in a row: join them, or leave one out.")
         need(isinstance(message["content"], str), f"{where}, has a content that is no text.")
         before = role
