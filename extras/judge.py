@@ -267,6 +267,7 @@ def read_conversations(model, tokenizer, n, seed):
     """Read n validation conversations -> (tokens of the assistant, nats, nats of the floor, questions, right).
 
     An answer of likeliest tokens is right, word for word, if each token of the right one is the likeliest.
+    Conversations longer than the context are left out.
     """
     tokens = questions = right = 0
     nats = floor = 0.0

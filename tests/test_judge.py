@@ -4,6 +4,7 @@ import importlib.util
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_answers_to_requests_of_all_lengths_and_what_they_use(small):
 
 def test_conversations_are_read_on_the_assistants_tokens(small):
     """The loss is train.py's, and the floor that of the conversations; a model that knows nothing is never right."""
-    model, tokenizer = small
+    model, tokenizer = LanguageModel(replace(small[0].config, context=800)).eval(), small[1]
     tokens, nats, floor, questions, right = judge.read_conversations(model, tokenizer, 5, 9)
     ids, n_questions = [], 0
     for turns, _, _ in storybook.conversations(5, 9):
