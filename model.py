@@ -895,7 +895,11 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
     temperature 0 takes the likeliest. top_k keeps exactly k tokens, ties or not (0 or None: all). top_p, in
     (0, 1], keeps the likeliest tokens up to and including the one at which their probabilities add up to p.
+    ValueError beyond these limits.
     """
+    need(temperature >= 0, f"temperature={temperature} must be 0 or more.")
+    need((top_k or 0) >= 0, f"top_k={top_k} must be 0 (off) or more.")
+    need(0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1.")
     if temperature < 1e-6:
         return logits.argmax(dim=-1, keepdim=True)
     logits = at_least_float32(logits) / temperature

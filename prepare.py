@@ -25,6 +25,7 @@ The code below does the same for text of any size and on many cores: documents c
 each of these steps, and support/corpus.py hands batches of it to worker processes.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -323,8 +324,10 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, lon
     print(f"Making {train + val:,} {what} for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"
-    return write_folder(name, corpus_class(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
-                        **options)
+    with contextlib.suppress(FileExistsError):  # another run has made the same meanwhile
+        write_folder(name, corpus_class(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
+                     **options)
+    return DATA / name
 
 
 HUB = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
@@ -382,7 +385,8 @@ def run(args):
 
 
 def main(argv=None):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up too
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill cleans up too
     try:
         run(arguments(argv))
     except KeyboardInterrupt:
@@ -392,4 +396,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, stdout_may_end=True)

@@ -50,15 +50,20 @@ def parse_arguments():
 
 
 def read_prompt(args):
-    """The text to continue, from an option, a file or a pipe; without the newline that ends a file."""
+    """The text to continue, from an option, a file or a pipe; without the newline that ends a file.
+
+    Line ends become LF, as in the training text.
+    """
     if args.prompt is not None:
-        return args.prompt
+        return args.prompt.replace("\r\n", "\n").replace("\r", "\n")
     try:
         if args.prompt_file is not None:
             return args.prompt_file.read_text(encoding="utf-8-sig").removesuffix("\n")
         if sys.stdin is None or sys.stdin.isatty():
             return ""
-        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
+        print("[reading the prompt from stdin, up to its end]", file=sys.stderr)
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict", newline=None)  # None: any line end
+        return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
@@ -113,6 +118,8 @@ def chat(model, tokenizer, options):
     cache = options["cache"]
     unread = start_ids(model.config, tokenizer)  # ids that the cache has not read yet
     results = []
+    if sys.stdin:  # a byte that is not UTF-8 is no reason to end
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace", newline=None)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline() if sys.stdin else ""
@@ -121,9 +128,9 @@ def chat(model, tokenizer, options):
         if not line.strip():
             continue
         unread += tokenizer.encode(" ") if results else []
-        unread += encode_chat(tokenizer, [("user", line.rstrip("\r\n")), ("assistant", None)])
+        unread += encode_chat(tokenizer, [("user", line.rstrip("\n")), ("assistant", None)])
         length = cache.length + len(unread)
-        with interruptible(["SIGINT"]) as interrupted:
+        with interruptible(["SIGINT"], say=b"") as interrupted:
             answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options, interrupted)
         results.append((answer, seconds))
         if answer and cache.length < length + len(answer) - 1:

@@ -1,9 +1,10 @@
 """
-Train a language model: one device, one plain loop, exact resume.
+Train a language model: one plain loop, exact resume.
 
     python train.py config/tiny.py                      the embedded storybook, minutes on a CPU
     python train.py config/nano.py --batch_size=16      any field by name; --help lists them all
     python train.py config/tiny.py --resume             go on after Ctrl-C, a crash or a kill
+    torchrun --standalone --nproc_per_node=2 train.py config/nano.py    the same steps by two processes
 
 Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
 batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
@@ -21,7 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
 
 import numpy as np
@@ -30,8 +31,8 @@ from tqdm import tqdm
 
 import prepare
 from model import LanguageModel, ModelConfig
-from support import need
-from support.checkpoint import Run, check_finite, load_model, new_model, starting_checkpoint
+from support import need, parallel
+from support.checkpoint import check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
 from support.runtime import (chat_roles, choose_device, compile_training, interruptible, keep_freed_memory, run_main,
@@ -139,7 +140,7 @@ def assistant_targets(inputs, targets, roles):
 
 
 def document_start(ids, position, end_of_text, furthest):
-    """Return the position of the end-of-text before ids[position], or 0; `position` if both are too far back."""
+    """Return the position of the end-of-text before ids[position], or 0; `position` if it is further back."""
     before = ids[max(0, position - furthest) : position]
     ends = np.flatnonzero(before == end_of_text)
     if len(ends):
@@ -202,8 +203,8 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", role
     """Return the loss on all of `ids`, or with roles on the assistant's part of them, the same every time:
     (nats per token, bits per byte of text).
 
-    windows="stream" cuts where a window is full, as published numbers do: a model cannot know what stood before.
-    With "documents" it reads each from its beginning, and can reach the entropy of the text.
+    With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
+    model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
     """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
@@ -213,8 +214,8 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", role
     n_counted = 0  # tokens
     size = 0  # their bytes
     model.eval()
-    for x, y in validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows,
-                                   roles):
+    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows, roles)
+    for x, y in parallel.own_items(batches):
         counted = y[y != -100]
         if len(counted):  # the mean over nothing is no number
             with autocast:
@@ -223,6 +224,7 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", role
         n_counted += len(counted)
         size += n_bytes[counted.numpy()].sum()
     model.train()
+    nats, n_counted, size = parallel.total([nats, n_counted, size])
     return nats / n_counted, nats / math.log(2) / max(1, size)
 
 
@@ -231,7 +233,7 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", role
 
 
 def learning_rate(step, config):
-    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1.
+    """Linear warm-up, then cosine (helix paper, equation 43), for step = 0 .. max_steps - 1; later it stays.
 
     Two changes: the warm-up counts from 1, so that the first step already learns, and the cosine ends at
     min_lr. With schedule="cooldown" (Silia) the rate stays at its peak until the last share `cooldown` of the
@@ -240,6 +242,7 @@ def learning_rate(step, config):
     warm = config.warmup * config.max_steps
     if step + 1 < warm:
         return config.lr * (step + 1) / warm
+    step = min(step, config.max_steps)
     start = warm  # of the cosine
     if config.schedule == "cooldown":
         start = max(warm, (1 - config.cooldown) * config.max_steps)
@@ -286,8 +289,6 @@ def clip_and_step(model, optimizers, scaler, max_norm):
     here they are divided by it. Now and then that overflows; then nothing steps, and the number gets smaller.
     In other types the scaler passes everything on as it is.
     """
-    if all(p.grad is None for p in model.parameters()):  # no target counted
-        return 0.0
     for optimizer in optimizers.values():
         scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
@@ -307,12 +308,14 @@ def train(config, model_config):
     """Train a model as the two configs say: set up, then step after step. Results are in out/<run>/."""
     # Where to compute and how precisely: weights are float32, matrix products under autocast are in dtype
     device, dtype = choose_device(config.device, config.dtype)
+    parallel.share_work(config, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
 
     # Token ids of both splits (on disk), their tokenizer, and what prepare.py noted about them
-    if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
-        prepare.storybook(config.data, model_config.vocab_size)
+    with parallel.first_alone():
+        if config.data in prepare.STORYBOOKS and not (prepare.DATA / config.data).exists():
+            prepare.storybook(config.data, model_config.vocab_size)
     (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
@@ -324,34 +327,37 @@ def train(config, model_config):
     run = set_up(config, model_config, meta, device, dtype)
     print_plan(config, run.model, meta, device, dtype, n_val, roles)
     batch_options = (config, model_config.context, sink, tokenizer.end_of_text, roles)
-    first_batch = get_batch(train_ids, run.start, *batch_options)
-    forward = compile_training(run.model, config, device, autocast, first_batch)
+    first_rows = parallel.own_rows(*get_batch(train_ids, run.start, *batch_options))
+    forward = compile_training(run.model, config, device, autocast, first_rows)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
     run.open_folder()
 
     step = run.start  # how many are done
-    with interruptible() as stop, run.log.file, progress.bar:
+    with (interruptible() as stop, run.log.file, progress.bar,
+          parallel.save_if_another_ends(lambda: run.stop(step, progress))):
         if step == 0:
             evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast, roles, n_val)
-        while step < config.max_steps and not stop:
-            # The batch of this step, and its learning rate
+        while step < config.max_steps and not parallel.anyone_stops(stop):
+            # The batch of this step (of several processes, each takes its rows), and its learning rate
             began = time.perf_counter()
             x, y = get_batch(train_ids, step, *batch_options)
+            n_targets = (y != -100).sum().item()  # those that count
+            x, y = parallel.own_rows(x, y)
             lr = set_rates(run.optimizers, step, config)
 
-            # Forward and backward, one micro-batch after the other: their gradients add up, by the number of
-            # targets that count
+            # Forward and backward, one micro-batch after the other: their gradients add up, each weighted by
+            # its share of the targets
             step_loss, merge_ratios = 0.0, []
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
-                share = (y_part != -100).sum().item() / max(1, (y != -100).sum().item())
-                if not share:
-                    continue
+                share = parallel.n_processes() * (y_part != -100).sum().item() / max(1, n_targets)
+                y_part = y_part if share else x_part  # the mean over no target is no number: any other, times 0
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
                 run.scaler.scale(loss * share).backward()
                 step_loss += loss.item() * share
                 if model_config.token_merging != "off":
                     merge_ratios.append(run.model.merge_ratio())
+            step_loss, *merge_ratios = parallel.average(run.model, [step_loss, *merge_ratios])
 
             # Clip the gradient and step
             norm = clip_and_step(run.model, run.optimizers, run.scaler, config.grad_clip)
@@ -384,7 +390,7 @@ def set_up(config, model_config, meta, device, dtype):
         keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = Run(config, model, optimizers, scaler, meta["tokenizer"], meta["chat"])
+    run = parallel.Run(config, model, optimizers, scaler, meta["tokenizer"], meta["chat"])
     if config.resume:
         run.resume(checkpoint)
     return run
@@ -393,7 +399,7 @@ def set_up(config, model_config, meta, device, dtype):
 def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast, roles, n_val):
     """Evaluate on the n_val targets of val_ids that count, complete the row and log it, save the run, show a sample."""
     config = run.config
-    n_windows = config.batch_size // config.grad_accum  # at once, as in training
+    n_windows = config.batch_size // config.grad_accum // parallel.n_processes()  # at once, as in training
     val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows, roles)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
@@ -426,16 +432,18 @@ def sample_text(model, tokenizer, config, ids):
     return tokenizer.decode(ids)
 
 
+@parallel.processes()
 def read_and_train():
-    """Read the command line and train."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Read the command line and train, alone or as one of several processes."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     file, (config, model_config) = read_settings(sys.argv[1:], TrainConfig, ModelConfig)
     config.out = config.out or (file.stem if file else "nano")
     train(config, model_config)
 
 
 def main():
-    run_main(read_and_train, interrupted="interrupted.")
+    run_main(read_and_train, interrupted="interrupted.", stdout_may_end=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ import storybook  # noqa: E402: found by now
 import tokenizer  # noqa: E402
 from model import (PARTS, Attention, Cache, LanguageModel, ModelConfig, NoCache, apply_rotary,  # noqa: E402
                    running_mean, split_heads, unit_rms)
+from extras import figures  # noqa: E402
+from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model  # noqa: E402
 from support.report import budget  # noqa: E402
 
 
@@ -1067,6 +1069,48 @@ def losses_of(model):
     return loss[7:].mean().item(), loss[1:5].mean().item()
 
 
+@torch.no_grad()
+def check_14(my):
+    """A trained model, questioned: the head that copies names, and a token at which the gate matters."""
+    place, before = need(my, "HEAD"), need(my, "BEFORE")
+    path = Path(need(my, "CHECKPOINT"))
+    try:
+        checkpoint = load_checkpoint(path)
+    except ValueError as error:
+        raise Wrong(f"{error} The exercise is about config/tiny.py, trained to the end.") from None
+    trained, tokens = load_model(checkpoint).eval(), checkpoint_tokenizer(checkpoint, path)
+    layers, H = trained.config.n_layer, trained.config.n_head
+    if place not in [(layer, head) for layer in range(layers) for head in range(H)]:
+        raise Wrong(f"HEAD must be (layer, head); there are {layers} layers of {H} heads, counted from 0.")
+    layer, head = place
+    names = {id for name in storybook.GIRLS + storybook.BOYS for id in tokens.encode(f" {name}")[:1]}
+    shares = []  # for each name that comes back: its share of what the heads read one token before
+    for text, _ in storybook.stories(20, seed=5):
+        ids = [tokens.end_of_text, *tokens.encode(text)][: trained.config.context]
+        weights = figures.attention(trained, torch.tensor([ids]))  # (layers, H, T, T)
+        for t, coming in enumerate(ids[1:]):
+            earlier = [s for s in range(t + 1) if ids[s] == coming]
+            if coming in names and earlier:
+                shares.append(weights[:, :, t, earlier].sum(dim=-1))
+    share = torch.stack(shares).mean(dim=0)
+    if not share[layer, head] > 0.8 * share.max():
+        raise Wrong(f"where a name is about to come back, head {head} of layer {layer} gives its earlier "
+                    f"mentions {share[layer, head]:.0%} of its attention, on average over 20 stories; there "
+                    f"is a head that gives them {share.max():.0%}. Choose the token before a name in the "
+                    "page, and look from head to head.")
+    idx = torch.tensor([[tokens.end_of_text, *tokens.encode(before)]])
+    if idx.size(1) > trained.config.context:
+        raise Wrong(f"BEFORE has {idx.size(1) - 1} tokens, more than the context.")
+    with_gate = trained(idx, last_only=True)[0][0, -1].softmax(dim=-1)
+    for gate in figures.gate_modules(trained):
+        gate.register_forward_hook(lambda gate, inputs, g: torch.ones_like(g))
+    change = (trained(idx, last_only=True)[0][0, -1].softmax(dim=-1) - with_gate).abs().max()
+    if not change >= 0.1:
+        raise Wrong(f"behind BEFORE, with all gates at 1, no probability changes by more than {change:.1%}; "
+                    "10% is asked for. In the page, switch to gate = 1 and back: which colours change? "
+                    "BEFORE is the text up to the token before that one, as the model was told it.")
+
+
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -1081,7 +1125,7 @@ def load(path):
 def main(arguments):
     checks = {name[6:]: check for name, check in globals().items() if name.startswith("check_")}
     if len(arguments) != 2 or arguments[0].zfill(2) not in checks:
-        sys.exit("error: say the number of an exercise, 1 to 13, and the file with your answer: "
+        sys.exit("error: say the number of an exercise, 1 to 14, and the file with your answer: "
                  "python exercises/check.py 5 my_05.py")
     number, path = arguments[0].zfill(2), Path(arguments[1])
     if not path.is_file():

@@ -4,19 +4,21 @@ Published checkpoints in, ours out.
     python extras/convert.py import SRC out/NAME/ckpt.pt  # then sample.py --checkpoint out/NAME/ckpt.pt
     python extras/convert.py export out/NAME/ckpt.pt DST  # then WiolaForCausalLM.from_pretrained("DST")
 
-SRC and DST are folders with config.json, model.safetensors or pytorch_model.bin, and tokenizer.json, in
-the layouts of wiola13m 1.0.1, wiola 0.1.1, and Silia v2 with its port silia-v2-hf. `load_reference` makes a
-model of the contents of a config.json and the tensors, in Python. Nothing in the files is executed.
+SRC and DST are folders with config.json, model.safetensors or pytorch_model.bin (SRC: or the parts that an
+index.json names), tokenizer.json and generation_config.json, in the layouts of wiola13m 1.0.1, wiola 0.1.1,
+and, as SRC only, Silia v2 with its port silia-v2-hf. `load_reference` makes a model of the contents of a
+config.json and the tensors, in Python. Nothing in the files is executed.
 """
 
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project, when this is run as a script
 
@@ -26,8 +28,9 @@ from model import LanguageModel, ModelConfig
 from support import need
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
-from support.runtime import chat_roles, run_main
+from support.runtime import chat_roles, out_of_memory, run_main
 from support.settings import CommandLine, check_type
+from tokenizer import ENDS
 
 # ----------------------------------------------------------------------------------------------------------
 # The layouts
@@ -157,8 +160,8 @@ def read_config(layout, config):
 def load_reference(config, tensors):
     """A published config.json as a dict, and its tensors by name -> LanguageModel, float32, in eval mode.
 
-    The config's keys tell the family. ValueError, with the names, if tensors are missing, left over or of
-    another shape, or if the head is not tied to the embedding.
+    The config's keys tell the family. ValueError, with the names, if tensors are missing, left over, of
+    another shape or not finite, or if the head is not tied to the embedding.
     """
     if "num_blocks" in config:  # the port of Silia counts units as layers and has other names
         config = config | {"n_layer": config["num_blocks"], "block_size": config.get("n_positions", 1024),
@@ -179,9 +182,11 @@ def load_reference(config, tensors):
     pieces = dict(layout.pieces(model))
     shapes = {theirs: x.shape for parts in pieces.values() for theirs, x in parts.items()}
     unfit = [name for name in shapes.keys() & tensors.keys() if tensors[name].shape != shapes[name]]
+    broken = [name for name, x in tensors.items() if not torch.isfinite(x.float()).all()]
     for what, names in (("missing", shapes.keys() - tensors.keys()),
                         ("left over", tensors.keys() - shapes.keys() - {layout.head}),
-                        ("not of the shape that the config gives them", unfit)):
+                        ("not of the shape that the config gives them", unfit),
+                        ("not finite (the training diverged, or the file is damaged)", broken)):
         need(not names, f"{len(names)} of the tensors are {what}: {', '.join(sorted(names)[:5])}.")
     state = {}
     for ours, parts in pieces.items():
@@ -225,42 +230,76 @@ except ImportError:  # pip install safetensors; without it there is the older py
     safetensors = None
 
 
+def read_json(path):
+    """The object in a JSON file as a dict, or ValueError."""
+    try:
+        content = json.loads(path.read_bytes())  # of bytes, it knows UTF-8 and UTF-16 by their first ones
+        need(isinstance(content, dict), "it holds no object")
+        return content
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path.parent} has no readable {path.name}: {reason}.") from None
+
+
 def read_tensors(folder):
-    """The tensors in model.safetensors, or in pytorch_model.bin, by name."""
-    path = next((folder / name for name in ("model.safetensors", "pytorch_model.bin")
-                 if (folder / name).exists()), None)
-    need(path, f"{folder} has neither model.safetensors nor pytorch_model.bin.")
+    """The tensors of a folder by name, from the one file that holds them or the parts that an index names."""
+    names = [name + index for name in ("model.safetensors", "pytorch_model.bin")
+             for index in ("", ".index.json")]
+    path = next((folder / name for name in names if os.path.lexists(folder / name)), None)
+    need(path, f"{folder} has none of {', '.join(names)}.")
+    if path.suffix != ".json":
+        return read_tensor_file(path)
+    part_of = read_json(path).get("weight_map")  # tensor -> file
+    need(isinstance(part_of, dict) and part_of, f"{path} has no weight_map: the file of each tensor.")
+    suffix = Path(path.name.removesuffix(".index.json")).suffix
+    for part in part_of.values():  # an index out of the Internet is not to read the rest of this machine
+        need(isinstance(part, str) and PureWindowsPath(part).name == part and part.endswith(suffix),
+             f"{path} names {part!r}; only {suffix} files beside it are read.")
+        need((folder / part).exists(), f"{path} names {part}, which is not there: fetch it, too.")
+    tensors = {}
+    for part in sorted({*part_of.values()}):
+        tensors |= read_tensor_file(folder / part)
+    return tensors
+
+
+def read_tensor_file(path):
+    """The tensors in a .safetensors or .bin file, by name."""
     need(path.suffix != ".safetensors" or safetensors,
          f"{path} is read with the package safetensors: pip install safetensors")
+    with open(path, "rb"):  # else what the system has against it would pass for damage
+        pass
     try:
         if path.suffix == ".safetensors":
             return safetensors.load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
         if all(isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in tensors.items()):
             return tensors
-    except Exception:  # a damaged file can end in any of a dozen errors
-        pass
+    except Exception as error:  # a damaged file can end in any of a dozen errors
+        if out_of_memory(error):
+            raise
     raise ValueError(f"{path} is damaged, or does not hold plain tensors.")
 
 
 def write_tensors(tensors, folder):
     """Into model.safetensors, or where that package is missing into pytorch_model.bin."""
     tensors = {name: x.detach().clone() for name, x in tensors.items()}  # on their own: no shared memory
+    path = folder / ("model.safetensors" if safetensors else "pytorch_model.bin")
     try:
-        if safetensors is None:
-            torch.save(tensors, folder / "pytorch_model.bin")
+        if safetensors:
+            safetensors.save_file(tensors, path, metadata={"format": "pt"})
         else:
-            safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            torch.save(tensors, path)
     except OSError:
         raise
     except Exception as error:  # a full disk, in either library's own words
-        raise OSError(str(error).splitlines()[0]) from None
+        raise OSError(str(error).partition("\n")[0]) from None
+    path.chmod(folder.stat().st_mode & 0o666)  # as open() makes files; safetensors', only its owner may read
 
 
 def read_tokenizer(path):
     """A tokenizer.json -> (Tokenizer, the special token that it puts in front of every text, or "")."""
     try:
-        file, sink = json.loads(path.read_text(encoding="utf-8")), ""
+        file, sink = json.loads(path.read_bytes()), ""
         steps = file.get("post_processor") or {}
         steps = [step for step in steps.get("processors", [steps]) if step.get("type") != "ByteLevel"]
         single = steps[0].get("single", []) if len(steps) == 1 else []
@@ -272,8 +311,8 @@ def read_tokenizer(path):
         raise ValueError(f"{path}: {reason}") from None
 
 
-def write_tokenizer(tokenizer, sink, path):
-    """The other way round."""
+def write_tokenizer(tokenizer, sink, folder):
+    """The other way round, with the tokenizer_config.json that transformers wants beside it."""
     file = json.loads(tokenizer_to_json(tokenizer))
     if sink:
         front, text, second = ({kind: {"id": id, "type_id": 0}} for kind, id in (
@@ -281,7 +320,46 @@ def write_tokenizer(tokenizer, sink, path):
         known = {"id": sink, "ids": [tokenizer.specials[sink]], "tokens": [sink]}
         file["post_processor"] = {"type": "TemplateProcessing", "single": [front, text],
                                   "pair": [front, text, second], "special_tokens": {sink: known}}
-    path.write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
+    write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+                "eos_token": tokenizer.token_bytes(tokenizer.end_of_text).decode("utf-8"),
+                **chat_template(tokenizer, sink)},
+               folder / "tokenizer_config.json")
+
+
+# The options of sample.py that generation_config.json knows: type, what a file without it means, and null.
+SAMPLING = {"temperature": (float, 1.0, 1.0), "top_k": (int, 50, 0), "top_p": (float, 1.0, 1.0)}
+
+
+def read_generation(path, tokenizer):
+    """A generation_config.json -> ({option of sample.py: value}, a remark on where texts end, or "").
+
+    There are no options if the file does not say how to sample.
+    """
+    file, remark = read_json(path), ""
+    ends = file.get("eos_token_id")
+    stop = next((name for name in ENDS if tokenizer and name in tokenizer.specials), None)
+    if stop and ends not in (None, tokenizer.specials[stop], [tokenizer.specials[stop]]):
+        remark = f"A text ends at eos_token_id={ends} there; sample.py stops at {stop} only."
+    if file.get("do_sample") is False:
+        return {"temperature": 0.0}, remark
+    options = {}
+    if not file.keys() & {"do_sample", *SAMPLING}:
+        return options, remark
+    for name, (kind, absent, null) in SAMPLING.items():
+        x = file.get(name, absent)
+        options[name] = check_type(f"{path}: {name}", kind, null if x is None else x)
+    return options, remark
+
+
+def write_generation(options, tokenizer, sink, path):
+    """The other way round; without options, what sample.py does by itself."""
+    options = options or {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    file = {"do_sample": True} | options if options["temperature"] else {"do_sample": False}
+    if tokenizer:
+        end = tokenizer.end_of_text
+        file |= {"bos_token_id": tokenizer.specials.get(sink, end), "eos_token_id": end}
+    write_json(file, path)
 
 
 def chat_template(tokenizer, sink):
@@ -299,33 +377,43 @@ def write_json(x, path):
     path.write_text(json.dumps(x, indent=2) + "\n", encoding="utf-8")
 
 
+def import_tokenizer(path, model, is_port):
+    """Read the Tokenizer that belongs to an imported model, and set the model's sink_token by it."""
+    tokenizer, sink = read_tokenizer(path)
+    need(tokenizer.vocab_size <= model.config.vocab_size,
+         f"{path} has {tokenizer.vocab_size} tokens, more than the model, {model.config.vocab_size}.")
+    if is_port and "<|actor|>" in tokenizer.specials:
+        sink = "<|actor|>"  # Silia's port may put it there by a setting outside of tokenizer.json
+    need(sink in ("", *tokenizer.specials),
+         f"{path} puts {sink!r} in front of texts, which is no special token of it.")
+    model.config.sink_token = sink
+    return tokenizer
+
+
 def import_folder(source, target, tokenizer_path=None):
     """A published folder -> a checkpoint of ours at `target`."""
     need(not target.exists(), f"{target} exists already; remove it, or choose another name.")
-    try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError
-    except (OSError, ValueError, RecursionError):
-        raise ValueError(f"{source} has no readable config.json.") from None
-    model, tokenizer = load_reference(config, read_tensors(source)), ""
+    config = read_json(source / "config.json")
+    model, tokenizer = load_reference(config, read_tensors(source)), None
     path = tokenizer_path or source / "tokenizer.json"
-    if path.exists() or tokenizer_path:
-        known, sink = read_tokenizer(path)
-        need(known.vocab_size <= model.config.vocab_size,
-             f"{path} has {known.vocab_size} tokens, more than the model, {model.config.vocab_size}.")
-        if "num_blocks" in config and "<|actor|>" in known.specials:
-            sink = "<|actor|>"  # the port may put it there by a setting outside of tokenizer.json
-        need(sink in ("", *known.specials),
-             f"{path} puts {sink!r} in front of texts, which is no special token of it.")
-        tokenizer, model.config.sink_token = tokenizer_to_json(known), sink
+    if tokenizer_path or os.path.lexists(path):  # a link to nowhere is not "no tokenizer"
+        tokenizer = import_tokenizer(path, model, "num_blocks" in config)
+    path, options, remark = source / "generation_config.json", {}, ""
+    if os.path.lexists(path):
+        options, remark = read_generation(path, tokenizer)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint({"format": 1, "step": 0, "best_val_loss": math.inf, "model": model.state_dict(),
                      "optimizer": {}, "scaler": {}, "model_config": asdict(model.config), "train_config": {},
-                     "tokenizer": tokenizer}, target)
+                     "tokenizer": tokenizer_to_json(tokenizer) if tokenizer else "",
+                     "generation": options}, target)  # for export: sample.py has options of its own
     print(f"{target}: {sum(p.numel() for p in model.parameters()):,} parameters.")
     if not tokenizer:
         print("It has no tokenizer, so it cannot generate text: import it again with --tokenizer FILE.")
+    if options:
+        words = [f"--{name} {x}" for name, x in options.items()]
+        print("Recommended there: python sample.py --checkpoint", shlex.quote(str(target)), *words)
+    if remark:
+        print(remark)
 
 
 def export_folder(source, target):
@@ -334,22 +422,22 @@ def export_folder(source, target):
     checkpoint = load_checkpoint(source)
     model = load_model(checkpoint)
     config, tensors = to_reference(model)
+    need(model.config.block != "silia", "Silia v2 is only imported: the tensor names of its port are not "
+         "known, so nothing else could read the folder. Share the checkpoint itself.")
     tokenizer = tokenizer_from_json(checkpoint["tokenizer"]) if checkpoint["tokenizer"] else None
     end = tokenizer and tokenizer.end_of_text
-    if "hidden_size" in config:  # for the packages, whose defaults are tokens of other tokenizers
-        config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
-                   "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    config |= {"model_type": "wiola", "architectures": ["WiolaForCausalLM"], "torch_dtype": "float32",
+               "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}  # not the packages' defaults
+    options, sink = checkpoint.get("generation"), model.config.sink_token
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         write_json(config, temporary / "config.json")
         write_tensors(tensors, temporary)
+        if tokenizer or options:
+            write_generation(options, tokenizer, sink, temporary / "generation_config.json")
         if tokenizer:
-            write_tokenizer(tokenizer, model.config.sink_token, temporary / "tokenizer.json")
-            write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                        "eos_token": tokenizer.token_bytes(end).decode("utf-8"),
-                        **chat_template(tokenizer, model.config.sink_token)},
-                       temporary / "tokenizer_config.json")
+            write_tokenizer(tokenizer, sink, temporary)
         temporary.rename(target)
     except OSError as error:
         raise OSError(f"cannot write {target}: {error.strerror or error}.") from None

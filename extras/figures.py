@@ -19,14 +19,17 @@ import hashlib
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project, when this is run as a script
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import storybook
-from model import PARTS, Attention, ModelConfig, NoCache, greedy_pairs
+from model import (PARTS, Attention, CrossLayerAttention, GatedSpiralAttention, ModelConfig, NoCache,
+                   greedy_pairs)
 from support import need
 from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 from support.files import atomic_write
@@ -35,6 +38,7 @@ from support.settings import CommandLine
 from tokenizer import LongestMatchTokenizer, Tokenizer
 
 STORY = next(storybook.stories(1, seed=19))[0]  # of a fox named Leo; no model has trained on it
+FUSED = F.scaled_dot_product_attention
 LINES, MARKERS = ["-", "--", "-.", ":"], "osD^"  # what tells curves apart, instead of colours
 
 # ----------------------------------------------------------------------------------------------------------
@@ -69,14 +73,78 @@ def turns(config, T):
     return np.unwrap(torch.atan2(sin, cos).numpy(), axis=0), torch.hypot(cos, sin).numpy()
 
 
+class Watch(NoCache):
+    """The past of one pass, which notes what the layers keep and what their heads read.
+
+    Fused kernels do not return their weights. But a head reads weights times values; with the identity matrix
+    as its values, it reads the weights.
+    """
+
+    def __init__(self):
+        self.rows = {}  # name -> (1, K, T, D)
+        self.sums = {}  # name -> what is added up, and the sums so far, (1, T, ...) each
+        self.weights = {}  # name of the mixer -> (H, T, S)
+
+    def append(self, name, x):
+        self.rows[name] = x
+        self.mixer = name.rpartition(".")[0]  # it is about to attend
+        return x
+
+    def running_sum(self, name, x):
+        total = super().running_sum(name, x)
+        self.sums[name] = x, total
+        return total
+
+    def attend(self, q, k, v, **options):
+        """Stands before F.scaled_dot_product_attention during the pass."""
+        identity = torch.eye(k.size(2), dtype=v.dtype).expand(*k.shape[:2], -1, -1)  # (1, K, S, S)
+        self.weights[self.mixer] = FUSED(q, k, identity, **options)[0]
+        return FUSED(q, k, v, **options)
+
+
+@torch.no_grad()
+def watch(model, idx):
+    """Token ids idx (1, T) -> logits (T, V), and a Watch of this pass."""
+    past = Watch()
+    with patch.object(F, "scaled_dot_product_attention", past.attend):
+        logits, _ = model(idx, cache=past)
+    return logits[0], past
+
+
+def heads(past):
+    """A Watch -> {mixer: (H, T, T)}, the weight that each token gives to each, of the mixers that tell.
+
+    A head of Silia that keeps sums weighs each coordinate by itself; of these weights it is the mean.
+    """
+    found = {name: weights for name, weights in past.weights.items() if weights.size(1) == weights.size(2)}
+    for name, (x, total) in past.sums.items():
+        mixer, _, kind = name.rpartition(".")
+        if kind == "weight" and mixer in found and x.dim() == 4 and x.size(2) == len(found[mixer]):
+            odd = torch.einsum("shd,thd->hts", x[0], 1 / total[0]).tril() / x.size(3)
+            found[mixer] = torch.stack([found[mixer], odd], dim=1).flatten(0, 1)  # the two kinds alternate
+    return found
+
+
+def attention(model, idx):
+    """Token ids idx (1, T) -> the weight that each token gives to each, (layers, H, T, T)."""
+    need(isinstance(getattr(model.blocks[0], "mixer", None), Attention),
+         "this model's heads are not all attention; take one with another mixer.")
+    return torch.stack(list(heads(watch(model, idx)[1]).values()))
+
+
+def gate_modules(model):
+    """The gates of Gated Spiral Attention, one for each layer that has one."""
+    mixers = [part for part in model.modules() if isinstance(part, GatedSpiralAttention)]
+    return [mixer.gate for mixer in mixers if mixer.gate is not None]
+
+
 @torch.no_grad()
 def gates(model, idx):
     """Token ids idx (1, T) -> the gates of Gated Spiral Attention, (layers, H, T), each in (0, 1)."""
-    need(model.config.mixer == "gated_spiral" and model.config.gate,
-         "this model has no gates; Wiola Nano has, and config/tiny.py.")
     found = []
-    hooks = [block.mixer.gate.register_forward_hook(lambda gate, inputs, g: found.append(g[0].T))
-             for block in model.blocks]
+    hooks = [gate.register_forward_hook(lambda gate, inputs, g: found.append(g[0].T))
+             for gate in gate_modules(model)]
+    need(hooks, "this model has no gates; Wiola Nano has, and config/tiny.py.")
     model(idx)
     for hook in hooks:
         hook.remove()
@@ -84,29 +152,32 @@ def gates(model, idx):
 
 
 @torch.no_grad()
-def attention(model, idx):
-    """Token ids idx (1, T) -> the weight that each token gives to each, (layers, H, T, T).
+def layers_below(model, idx):
+    """Token ids idx (1, T) -> {mixer: (blend, (H, T, L))}: the share that the L layers below get in
+    Cross-Layer Attention, and the weight of each, from the lowest up. By the trick of a `Watch`."""
+    found = {}
 
-    Fused kernels do not return them. But a head reads weights times values; with the identity matrix as its
-    values, it reads the weights.
-    """
-    need(isinstance(getattr(model.blocks[0], "mixer", None), Attention),
-         "this model's heads are not all attention; take one with another mixer.")
-    found = []
+    def watched(mixer, attend):
+        def attend_twice(q, summaries):
+            L, D = len(summaries), mixer.d_head
 
-    def watched(attend):
-        def attend_twice(q, k, v, past):
-            identity = torch.eye(k.size(2), dtype=v.dtype).expand(*k.shape[:2], -1, -1)  # (1, K, T, T)
-            found.append(attend(q, k, identity, NoCache())[0])
-            return attend(q, k, v, past)
+            def identity_as_values(module, inputs, kv):  # (1, T, L, 2*K*D), first the keys
+                k, v = kv.chunk(2, dim=-1)
+                return torch.cat([k, torch.eye(L, D).repeat(1, v.size(-1) // D).expand_as(v)], dim=-1)
+
+            hook = mixer.kv_summary.register_forward_hook(identity_as_values)
+            found[mixer.name] = mixer.phi.sigmoid().item(), attend(q, summaries)[0, :, :, :L]
+            hook.remove()
+            return attend(q, summaries)
         return attend_twice
 
-    for block in model.blocks:
-        block.mixer.attend = watched(block.mixer.attend)  # stands before the method of this name
+    mixers = [part for part in model.modules() if isinstance(part, CrossLayerAttention)]
+    for mixer in mixers:
+        mixer.attend_to_summaries = watched(mixer, mixer.attend_to_summaries)  # stands before the method
     model(idx)
-    for block in model.blocks:
-        del block.mixer.attend
-    return torch.stack(found)
+    for mixer in mixers:
+        del mixer.attend_to_summaries
+    return found
 
 
 @torch.no_grad()
@@ -220,7 +291,7 @@ def draw_loss(plt, args):
     return figure
 
 
-# One block of each model, from its input up: (what, changed from a Llama?). "+" adds what the branch has made.
+# One block of each model, from its input up: (what, changed from a Llama?). "+" adds what the branch made.
 ADD = ("+", False)
 BLOCKS = {
     "Llama": [("RMSNorm", False), ("attention\nrotary positions", False), ADD,

@@ -15,15 +15,18 @@ recognise a story is to generate it again, choosing at each fork what agrees wit
 """
 
 import math
+import os
 import random
 import re
 import sys
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.nn.functional as F
 
 import storybook
 from support import need
@@ -33,6 +36,7 @@ from tokenizer import encode_chat
 
 KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
          "thing": "thing", "place": "place"}
+END = "\0"  # stands for the end of a story: a character that no story has
 CHECKED = ("name", "animal", "colour")
 
 
@@ -113,6 +117,52 @@ def recognise(text):
 
 
 # ----------------------------------------------------------------------------------------------------------
+# The floor at each token
+
+
+def tellings(text, parts, at=0, slots={}, p=1.0):
+    """Yield (characters, probability) for each way to tell the parts: how far it agrees with text.
+
+    What departs from the text is not told on, so there are few.
+    """
+    part, rest = (parts[0], parts[1:]) if parts else ("", [])
+    if at == len(text):
+        yield at, p
+    elif isinstance(part, list):
+        for option in part:
+            yield from tellings(text, [*option, *rest], at, slots, p / len(part))
+    elif isinstance(part, tuple) and part[0] not in slots:
+        words = words_of(":".join(part), slots)
+        for word in words:
+            yield from tellings(text, [word, *rest], at, fill(slots, part[0], word), p / len(words))
+    else:
+        told = part if isinstance(part, str) else slots[part[0]]
+        agree = len(os.path.commonprefix([told, text[at:at + len(told)]]))
+        if not told or agree < len(told):
+            yield at + agree, p
+        else:
+            yield from tellings(text, rest, at + agree, slots, p)
+
+
+def floors(pieces):
+    """The texts of a story's tokens, END for its end -> the floor at each, in bits.
+
+    That is -log2 of its probability, given the text before; None from where no story goes on like this. The
+    sum is exact. Of a word that is cut into tokens, the way it is cut may give away more than the text does.
+    """
+    text = "".join(pieces)
+    departing = [0.0] * (len(text) + 1)  # the probability that a story agrees with just so many characters
+    for agree, p in tellings(text, [*storybook.BOOK, END]):
+        departing[agree] += p
+    agreeing = list(accumulate(reversed(departing)))[::-1]  # ... with at least so many
+    found, at = [], 0
+    for piece in pieces:
+        before, at = agreeing[at], at + len(piece)
+        found.append(math.log2(before / agreeing[at]) if agreeing[at] else None)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------
 # Generated stories
 
 
@@ -183,7 +233,7 @@ def losses_by_kind(model, tokenizer, n, seed):
         if idx.size(1) - 1 > model.config.context:
             continue
         logits = model(idx[:, :-1])[0][0, len(start) - 1:]
-        loss = torch.nn.functional.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
+        loss = F.cross_entropy(logits.float(), idx[0, len(start):], reduction="none").tolist()
         kinds = ["grammar"] * (len(story.text.encode("utf-8")) + 1)
         for begin, end, kind in story.spans:
             kinds[begin:end] = [kind] * (end - begin)
@@ -328,7 +378,8 @@ def judge_checkpoint():
         print(f"{kind:<20}{tokens:>8,}{nats / tokens:>11.4f}{floor / tokens:>9.4f}")
     for temperature in (1.0, 0.7):
         shares = judge(generate_stories(model, tokenizer, args.n, temperature, args.seed))
-        print(f"temperature {temperature}: " + ", ".join(f"{what} {share:.1%}" for what, share in shares.items()))
+        found = ", ".join(f"{what} {share:.1%}" for what, share in shares.items())
+        print(f"temperature {temperature}: {found}")
 
 
 def main():

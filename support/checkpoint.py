@@ -1,5 +1,6 @@
 """Checkpoints: plain tensors, numbers, strings and dicts, so that loading one can run no code."""
 
+import contextlib
 import math
 import sys
 import zipfile
@@ -7,12 +8,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from model import LanguageModel, ModelConfig
 from support import need
-from support.files import atomic_write
+from support.files import atomic_write, free_name, remove_leftovers
 from support.hf_tokenizer import tokenizer_from_json
-from support.report import Log
+from support.report import Log, read_log
+from support.runtime import out_of_memory
 from support.settings import check_type, find_field
 
 
@@ -37,8 +40,10 @@ def load_checkpoint(path):
     except FileNotFoundError:
         raise ValueError(f"there is no checkpoint {path}.") from None
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}.") from None
-    except Exception:  # a damaged file can end in any of a dozen errors
+        raise ValueError(f"cannot read {path}: {error.strerror or error}.") from None
+    except Exception as error:  # a damaged file can end in any of a dozen errors
+        if out_of_memory(error):
+            raise
         whole = False
     if not whole:
         raise ValueError(f"{path} is damaged, or no checkpoint of this project.")
@@ -57,17 +62,47 @@ def saved_config(checkpoint):
 
 def load_model(checkpoint, config=None, model_class=LanguageModel):
     """Return the model of a checkpoint, float32, on the CPU; with `config` in place of its own, if given."""
-    weights = {name.replace(".kv_below.", ".kv_summary."): w for name, w in checkpoint["model"].items()}
     config = config or saved_config(checkpoint)
     try:
-        sound = config.n_layer <= len(weights) and all(torch.isfinite(w).all() for w in weights.values())
-        need(sound, "weights are missing, or not finite")
+        weights = {plain_name(name): w for name, w in checkpoint["model"].items()}
+        need(len(weights) == len(checkpoint["model"]), "some of its tensors are there twice")
+        need(config.n_layer <= len(weights), f"{config.n_layer} layers want more than {len(weights)} tensors")
         with torch.device("meta"):  # shapes only: nothing is allocated before it is known to fit
             model = model_class(config)
+        check_tensors(weights, model.state_dict())
         model.load_state_dict(weights, assign=True)
         return model.float()
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
         raise misfit(error) from None
+
+
+def plain_name(name):
+    """Return the name that this model.py gives a tensor.
+
+    A model that was saved as torch.compile or DistributedDataParallel had wrapped it has their prefixes.
+    """
+    parts = [part for part in name.split(".") if part not in ("_orig_mod", "module")]
+    return ".".join(parts).replace(".kv_below.", ".kv_summary.")
+
+
+def check_tensors(weights, wanted):
+    """ValueError, naming tensors, unless `weights` has all names and shapes of `wanted` and is finite."""
+    known = [name for name in wanted if name in weights]
+    faults = {
+        "missing": [name for name in wanted if name not in weights],
+        "unexpected": [name for name in weights if name not in wanted],
+        "of another shape": [f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
+                             for name in known if weights[name].shape != wanted[name].shape],
+        "not finite": [name for name in known if not torch.isfinite(weights[name]).all()],
+    }
+    found = []
+    for fault, names in faults.items():
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            found.append(f"{fault}: {', '.join(names[:4])}{more}")
+    need(not found, "; ".join(found))
 
 
 def misfit(error):
@@ -125,6 +160,7 @@ def starting_checkpoint(config, model_config, tokenizer_json):
         return None
     checkpoint = load_checkpoint(path)
     check_same_model(path, asdict(saved_config(checkpoint)), asdict(model_config), config.resume)
+    checkpoint_tokenizer(checkpoint, path)  # it must have one
     need(checkpoint["tokenizer"] == tokenizer_json,
          f"{path} was trained with another tokenizer than that of data/{config.data}.")
     return checkpoint
@@ -166,9 +202,12 @@ class Run:
         self.chat = chat  # does it learn from conversations?
         self.start = 0  # steps done before
         self.best_val_loss = math.inf
-        self.folder = run_folder(config)
-        self.last_path = self.folder / "ckpt.pt"
-        self.best_path = self.folder / "best.pt"
+        self.set_folder(run_folder(config))
+
+    def set_folder(self, folder):
+        self.folder = folder
+        self.last_path = folder / "ckpt.pt"
+        self.best_path = folder / "best.pt"
 
     def resume(self, checkpoint):
         """Continue from a checkpoint, whose weights the model has already, and say what was changed."""
@@ -180,22 +219,53 @@ class Run:
         need(self.start <= config.max_steps,
              f"{self.last_path} has {self.start} steps already, more than max_steps={config.max_steps}.")
         before = asdict(type(config)()) | checkpoint["train_config"]
-        changes = [f"; now {name}={value!r}" for name, value in asdict(config).items()
-                   if name not in ("resume", "init_from") and before[name] != value]
-        print(f"resuming {self.last_path} after {self.start} steps" + "".join(changes))
+        changes = {name: value for name, value in asdict(config).items()
+                   if name not in ("resume", "init_from") and before[name] != value}
+        print(f"resuming {self.last_path} after {self.start} steps"
+              + "".join(f"; now {name}={value!r}" for name, value in changes.items()))
+        if self.start < config.max_steps and {"data", "eval_tokens", "windows"} & changes.keys():
+            self.best_val_loss = math.inf
+            print("validation is another one from now on: the comparison for best.pt starts anew")
 
     def open_folder(self):
         """Begin to write; an earlier run of this name moves aside, unless it is this one."""
+        if self.folder.exists():
+            remove_leftovers(self.folder)
         if not self.config.resume:
             keep_earlier_run(self.folder)
-        self.log = Log(self.folder / "log.csv", self.start)
+        log = self.folder / "log.csv"
+        self.log = Log(log, read_log(log, self.start) if self.start else [])
+
+    def follow_folder(self):
+        """Go on where the log is now: another run of this name moves the folder of this one aside.
+
+        If it is nowhere, begin a folder anew, so that nothing that was computed is lost. Return whether there
+        was a change.
+        """
+        before = self.folder
+        if self.log.is_in(before):
+            return False
+        for folder in before.parent.glob("*"):
+            if self.log.is_in(folder):
+                self.set_folder(folder)
+                self.log.path = folder / "log.csv"
+                break
+        else:
+            self.set_folder(free_name(before))
+            self.folder.mkdir(parents=True)
+            self.log = Log(self.folder / "log.csv", self.log.rows)
+        tqdm.write(f"{before} was moved, taken over or removed: this run goes on in {self.folder}")
+        return True
 
     def save(self, step, val_loss=math.inf):
         """Write ckpt.pt; before it best.pt, if this validation loss is the lowest so far."""
-        paths = [self.last_path]
+        self.follow_folder()
+        names = ["ckpt.pt"]
         if val_loss < self.best_val_loss:
+            if self.best_val_loss == math.inf and self.best_path.exists():  # the best by another validation
+                self.best_path.rename(free_name(self.best_path))
             self.best_val_loss = val_loss
-            paths.insert(0, self.best_path)
+            names.insert(0, "best.pt")
         checkpoint = {
             "format": 1, "step": step, "best_val_loss": self.best_val_loss, "model": self.model.state_dict(),
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -203,13 +273,14 @@ class Run:
             "model_config": asdict(self.model.config), "train_config": asdict(self.config),
             "tokenizer": self.tokenizer_json, "chat": self.chat,
         }
-        for path in paths:
-            self.log.check_ours()
+        for name in names:
+            self.follow_folder()
             try:
-                save_checkpoint(checkpoint, path)
+                save_checkpoint(checkpoint, self.folder / name)
             except OSError:
-                self.log.check_ours()  # the folder may have been taken over in between
-                raise
+                if not self.follow_folder():
+                    raise
+                save_checkpoint(checkpoint, self.folder / name)  # it was moved in between
 
     def stop(self, step, progress):
         """End before the last step: write to the log what is not in it yet, and save."""
@@ -220,8 +291,10 @@ class Run:
     def print_end(self, step, stop):
         """Say how the run ended and what to do next. If a signal ended it, exit as shells expect."""
         if stop:
-            print(f"stopped after {step} steps and saved {self.last_path}: the same command with --resume "
-                  "goes on.")
+            now = Path(self.config.out).with_name(self.folder.name)
+            moved = "" if self.folder == run_folder(self.config) else f" --out={now}"
+            print(f"stopped after {step} steps and saved {self.last_path}: the same command with "
+                  f"--resume{moved} goes on.")
             sys.exit(128 + stop[0])
         print(f"done. Last state: {self.last_path}; best: {self.best_path}, "
               f"validation loss {self.best_val_loss:.4f}.")
@@ -230,13 +303,15 @@ class Run:
 
 
 def keep_earlier_run(folder):
-    """Make the folder of a new run, which overwrites nothing: an earlier one of that name gets a number."""
+    """Make the folder of a new run, which overwrites nothing: an earlier one of that name gets a number.
+
+    One that still runs goes on there (`Run.follow_folder`).
+    """
     if folder.exists() and any(folder.iterdir()):
-        n = 1
-        while (kept := folder.with_name(f"{folder.name}.{n}")).exists():
-            n += 1
-        folder.rename(kept)
-        print(f"the earlier run in {folder} is now {kept}")
+        kept = free_name(folder)
+        with contextlib.suppress(FileNotFoundError):  # another new run was quicker
+            folder.rename(kept)
+            print(f"the earlier run in {folder} is now {kept}")
     folder.mkdir(parents=True, exist_ok=True)
 
 

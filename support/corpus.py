@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import tokenizer as bpe
 from support import need
+from support.files import is_running
 from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
@@ -320,13 +321,6 @@ def check_links(path):
              f"{link} is a link to {target}, which is not there; bring that back, or remove the link.")
 
 
-def is_running(process):
-    try:
-        return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
-    except OSError as error:
-        return isinstance(error, PermissionError)
-
-
 def remove_leftovers(name):
     """Remove what killed runs left behind: their folders' names hold the number of a process that is gone."""
     for old in DATA.iterdir():
@@ -349,9 +343,11 @@ def new_folder(name):
             for path in folder.iterdir():  # what is renamed must be on the disk
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
-        if os.path.lexists(DATA / name):
+        if not os.path.lexists(DATA / name):
+            with contextlib.suppress(OSError):  # of two processes that get here at once, one is too late
+                os.rename(folder, DATA / name)
+        if folder.exists():
             raise FileExistsError(f"{DATA / name} exists already: another process has made it meanwhile.")
-        os.rename(folder, DATA / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,7 +1,8 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, and the names that are free for them."""
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 
@@ -20,6 +21,44 @@ def atomic_write(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # a full disk is either, from Python or from PyTorch's writer
-        raise OSError(f"cannot write {path}: {error}".splitlines()[0]) from None
+        raise OSError(f"cannot write {path}: {reason(error)}.") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def reason(error):
+    """Return in a few words why a file cannot be written.
+
+    PyTorch's writer makes a RuntimeError about positions in the file of the system's error; what the system
+    said is the context of that.
+    """
+    for said in (error, error.__context__):
+        if isinstance(said, OSError) and said.strerror:
+            return said.strerror
+    return str(error).splitlines()[0]
+
+
+def is_running(process):
+    """Return whether there is a process of this number."""
+    try:
+        return os.name == "nt" or os.kill(process, 0) is None  # on Windows, that is no question but a kill
+    except OSError as error:
+        return isinstance(error, PermissionError)
+
+
+def remove_leftovers(folder):
+    """Remove what killed processes left half-written: its names hold the number of a process that is gone."""
+    for path in folder.glob("*.tmp"):
+        match = re.fullmatch(r".+\.(\d+)\.tmp", path.name)
+        if match and not is_running(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def free_name(path):
+    """Return `path`, or, if there is something of that name, the same with the first free number behind."""
+    n = 0
+    free = path
+    while os.path.lexists(free):
+        n += 1
+        free = path.with_name(f"{path.name}.{n}")
+    return free

@@ -10,8 +10,7 @@ import torch
 from tqdm import tqdm
 
 from model import Cache, NoCache
-from support import need
-from support.files import atomic_write
+from support.files import atomic_write, free_name, reason
 
 LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte", "grad_norm",
                "tokens_per_second", "merge_ratio"]
@@ -20,29 +19,77 @@ LOG_COLUMNS = ["step", "tokens", "lr", "train_loss", "val_loss", "bits_per_byte"
 class Log:
     """log.csv, a line at a time so that it can be watched."""
 
-    def __init__(self, path, start):
-        rows = []
-        if start and path.exists():  # keep what a resumed run is not going to write again
-            with open(path, encoding="utf-8", errors="replace", newline="") as file:
-                steps = [(row, row.get("step") or "") for row in csv.DictReader(file)]
-                rows = [row for row, step in steps if step.isdigit() and int(step) <= start]
-        text = io.StringIO()
-        writer = csv.DictWriter(text, LOG_COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    def __init__(self, path, rows=()):
+        """Begin the file with these rows."""
         with atomic_write(path) as file:
-            file.write(text.getvalue().encode("utf-8"))
+            file.write(csv_lines(rows, header=True))
         self.path = path
-        self.file = open(path, "a", encoding="utf-8", newline="", buffering=1)
+        self.file = open(path, "ab", buffering=0)
+        self.rows = list(rows)
+        self.waiting = b""  # of the file's content, what is not on the disk yet
 
     def write(self, row):
-        row = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()}
-        csv.DictWriter(self.file, LOG_COLUMNS, lineterminator="\n").writerow(row)
+        """Append a row. What a full disk does not take waits for the next one."""
+        self.rows.append(row)
+        self.waiting += csv_lines([row])
+        try:
+            self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as error:
+            tqdm.write(f"warning: cannot write {self.path}: {reason(error)}; the rows wait.", file=sys.stderr)
 
-    def check_ours(self):
-        """ValueError if another run has begun in this folder, which gives the folder a log of its own."""
-        ours = self.path.exists() and os.path.samestat(os.fstat(self.file.fileno()), os.stat(self.path))
-        need(ours, f"another run has taken over {self.path.parent}: this one stops.")
+    def is_in(self, folder):
+        """Return whether the log is in this folder: it may have been renamed, replaced or removed."""
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), os.stat(folder / self.path.name))
+        except OSError:
+            return False
+
+
+def csv_lines(rows, header=False):
+    """Return rows of the log as the bytes of a CSV file."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, LOG_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"{x:.6g}" if isinstance(x, float) else x for key, x in row.items()})
+    return text.getvalue().encode("utf-8")
+
+
+def read_log(path, last_step):
+    """Return the rows of a log.csv up to a step: a resumed run writes the later ones again.
+
+    A spreadsheet may have saved it, a crash may have torn its last line, somebody may have written into it.
+    If anything in it is no row of ours, the file is kept under another name as it was.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    table = csv.DictReader(data.decode("utf-8-sig", errors="replace").replace("\0", "").splitlines())
+    rows = []
+    strange = False
+    try:
+        for row in table:
+            if not is_log_row(row):
+                strange = True
+            elif int(row["step"]) <= last_step:
+                rows.append(row)
+    except csv.Error:  # a line of 100 kB, for example
+        strange = True
+    if strange or not set(table.fieldnames or ()) <= set(LOG_COLUMNS):
+        kept = free_name(path)
+        path.rename(kept)
+        print(f"{path} has something in it that is no row of a log: it is kept as {kept}")
+    return rows
+
+
+def is_log_row(row):
+    """Return whether a row of a CSV file is whole and has a step and numbers only."""
+    try:
+        for x in row.values():  # None, if there are too few; a list of those that are too many
+            if x != "":
+                float(x)
+        return row.get("step", "").isdecimal()
+    except (TypeError, ValueError):
+        return False
 
 
 class Progress:
@@ -51,7 +98,8 @@ class Progress:
     def __init__(self, start, max_steps, tokens_per_step):
         self.tokens_per_step = tokens_per_step
         self.bar = tqdm(total=max_steps, initial=start, unit="step", dynamic_ncols=True,
-                        mininterval=0.1 if sys.stderr.isatty() else 10)  # a log file needs few lines
+                        mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs few lines
+                        disable=os.environ.get("TERM") == "dumb")  # it cannot go back to a line's beginning
         self.clear()
 
     def clear(self):

@@ -8,6 +8,7 @@ PyTorch takes seconds to import, so only the functions that need it do: `run_mai
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 
@@ -59,20 +60,25 @@ def keep_freed_memory():
 
 
 @contextlib.contextmanager
-def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP")):
-    """Yield a list that the first of these signals only appends to; a second one acts at once.
+def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP"), say=b"\nstopping after this step; again to quit at once\n"):
+    """Yield a list that the first of these signals (Ctrl-C, a polite kill, a closed terminal) only appends to; a
+    second one acts at once. On the first, `say` is printed on stderr.
 
-    They are Ctrl-C, a polite kill, a closed terminal.
+    A closed terminal says so twice, so that is never more than noted. A signal that is ignored stays ignored:
+    so nohup, and the shell for what it runs in the background, protect a process.
     """
     stop, before = [], {}
 
     def note(number, frame):
         stop.append(number)
-        signal.signal(number, before[number])
+        if signal.Signals(number).name != "SIGHUP":
+            signal.signal(number, before[number])
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
+                os.write(sys.stderr.fileno(), say)
 
     for name in names:
-        if hasattr(signal, name):
-            number = getattr(signal, name)
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, note)
     try:
         yield stop
@@ -206,30 +212,94 @@ def start_ids(config, tokenizer):
     return [tokenizer.end_of_text if sink is None else sink]
 
 
-def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size"):
+class Output:
+    """stdout or stderr: a dumb terminal passes for none, so that there are no colours and no moving bar.
+
+    may_end: whether to go on in silence when nobody reads it any more, or it cannot be written.
+    """
+
+    def __init__(self, stream, may_end):
+        self.stream = stream
+        self.may_end = may_end
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def isatty(self):
+        return os.environ.get("TERM") != "dumb" and self.stream.isatty()
+
+    def write(self, text):
+        return self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, method, *arguments):
+        try:
+            return method(*arguments)
+        except OSError:
+            if not self.may_end:
+                raise
+            discard(self.stream)
+
+
+def discard(stream):
+    """From here on, send nowhere what is written to a stream, and what waits in its buffer."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+@contextlib.contextmanager
+def outputs(stdout_may_end):
+    """Make stdout and stderr safe to print to, and line by line even into a file.
+
+    They are None if they were closed before Python started. Then the next file that is opened would get their
+    number, and whatever PyTorch's libraries print would go into it.
+    """
+    before = sys.stdout, sys.stderr
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    with open(null, "w", encoding="utf-8") as nowhere:
+        if sys.stdout:
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
+        sys.stdout = Output(sys.stdout or nowhere, stdout_may_end)
+        sys.stderr = Output(sys.stderr or nowhere, may_end=True)
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = before
+            try:
+                if sys.stdout:
+                    sys.stdout.flush()
+            except OSError:  # Python would try again at its end, and complain in lines of its own
+                discard(sys.stdout)
+
+
+def run_main(main, interrupted="", status=130, advice="try a larger grad_accum or a smaller batch_size",
+             stdout_may_end=False):
     """Call a script's main() and end as users expect: an error is one sentence on stderr, with exit status 1.
 
-    interrupted  what Ctrl-C prints on stderr, if anything; it ends the script with `status`
-    advice       what to do when memory runs out
+    interrupted     what Ctrl-C prints on stderr, if anything; it ends the script with `status`
+    advice          what to do when memory runs out
+    stdout_may_end  whether the work goes on when nobody reads stdout any more, as in `... | head`
     """
-    if sys.stdout:
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-    try:
-        main()
-        if sys.stdout:
+    with outputs(stdout_may_end):
+        try:
+            main()
             sys.stdout.flush()  # here, where an error can still be reported
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is left to flush
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error_sentence(error)}")
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        sys.exit(f"error: out of memory; {advice}.")
-    except KeyboardInterrupt:
-        if interrupted:
-            print(interrupted, file=sys.stderr)
-        sys.exit(status)
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            pass
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error_sentence(error)}")
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            sys.exit(f"error: out of memory; {advice}.")
+        except KeyboardInterrupt:
+            if interrupted:
+                print(interrupted, file=sys.stderr)
+            sys.exit(status)
 
 
 def error_sentence(error):
@@ -240,6 +310,12 @@ def error_sentence(error):
 
 
 def out_of_memory(error):
-    """Whether memory ran out, on the CPU or on a GPU. PyTorch is not imported to find out."""
+    """Whether memory ran out, on the CPU or on a GPU. PyTorch is not imported to find out.
+
+    On a CPU, and in some libraries on a GPU, it raises a RuntimeError like any other.
+    """
     torch = sys.modules.get("torch")
-    return isinstance(error, MemoryError) or bool(torch and isinstance(error, torch.OutOfMemoryError))
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    words = "(can't|Cannot) allocate memory|not enough memory|out of memory|ALLOC_FAILED|bad_alloc"
+    return isinstance(error, RuntimeError) and re.search(words, str(error)) is not None

@@ -1,11 +1,18 @@
 """The exercises: each can be solved; unchanged code and typical mistakes are told apart, in words."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 import model
+import storybook
 from exercises import check
+from extras import figures
+from support.checkpoint import save_checkpoint
+from support.hf_tokenizer import tokenizer_to_json
+from tokenizer import count_chunks, train_bpe
 
 SOLUTIONS = Path(check.__file__).parent / "solutions"
 
@@ -463,3 +470,53 @@ def test_another_trainer(source, sentence, tmp_path):
 ])
 def test_loss_mask(source, sentence, tmp_path):
     assert sentence in say(13, source, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory):
+    """The path of a small Nano with random weights; per head its attention to names that come back, by a loop;
+    beginnings of a story behind which the gates matter, and do not."""
+    tokenizer = train_bpe(count_chunks(text for text, _ in storybook.stories(200, 2)), 700)
+    torch.manual_seed(3)
+    net = model.LanguageModel(model.ModelConfig(vocab_size=700, context=256, n_layer=2, d_model=32, n_head=4,
+                                                d_ff=48)).eval()
+    with torch.no_grad():
+        for p in net.parameters():
+            p *= 30 if p.dim() == 2 else 1
+    path = tmp_path_factory.mktemp("stranger") / "ckpt.pt"
+    save_checkpoint({"format": 1, "model": net.state_dict(), "model_config": vars(net.config),
+                     "train_config": {}, "tokenizer": tokenizer_to_json(tokenizer), "step": 0, "optimizer": {},
+                     "scaler": {}, "best_val_loss": 0.0}, path)
+    names = {tokenizer.encode(" " + name)[0] for name in storybook.GIRLS + storybook.BOYS}
+    total = torch.zeros(2, 4)
+    for text, _ in storybook.stories(20, seed=5):
+        ids = [tokenizer.end_of_text, *tokenizer.encode(text)][:256]
+        weights = figures.attention(net, torch.tensor([ids]))
+        for t in range(len(ids) - 1):
+            if ids[t + 1] in names:
+                total += sum(weights[:, :, t, s] for s in range(t + 1) if ids[s] == ids[t + 1])
+    without = model.LanguageModel(dataclasses.replace(net.config, gate=False)).eval()
+    without.load_state_dict(net.state_dict(), strict=False)
+    idx = torch.tensor([ids])
+    change = (net(idx)[0].softmax(-1) - without(idx)[0].softmax(-1)).abs().amax(-1)[0]
+    much, little = (tokenizer.decode(ids[1 : int(t) + 1]) for t in (change.argmax(), change[1:].argmin() + 1))
+    assert change.max() > 0.1 > change[1:].min()
+    return path, total, much, little
+
+
+def test_questions_to_a_model(stranger, tmp_path):
+    path, total, much, little = stranger
+
+    def answer(head, before, path=path):
+        return f"CHECKPOINT = {str(path)!r}\nHEAD = {head}\nBEFORE = {before!r}"
+
+    best, worst = (divmod(int(place), 4) for place in (total.argmax(), total.argmin()))
+    assert total[worst] < 0.8 * total.max()
+    for source, sentence in [
+        (answer(best, much), "right"), (answer(worst, much), "look from head to head"),
+        (answer(best, little), "which colours change?"), (answer((2, 0), much), "2 layers of 4 heads"),
+        (answer(3, much), "HEAD must be (layer, head)"), (answer(best, "x" * 256), "256 tokens"),
+        (answer(best, much, tmp_path / "none.pt"), "trained to the end"), ("HEAD = (0, 0)", "no BEFORE"),
+        (solution(14).replace("out/tiny", "out/no_such_run"), "there is no checkpoint"),
+    ]:
+        assert sentence in say(14, source, tmp_path), source

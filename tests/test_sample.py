@@ -14,7 +14,7 @@ import torch
 import sample
 import test_model
 import tokenizer as tokenizers
-from model import Cache, LanguageModel, ModelConfig
+from model import Cache, LanguageModel, ModelConfig, sample_token
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
 from support.runtime import compile_decoding, run_main
@@ -51,7 +51,8 @@ def run(monkeypatch, capsys):
     """run(*words, stdin=b"") calls sample.py in this process -> (exit code or None, stdout, stderr)."""
     def call(*words, stdin=b""):
         monkeypatch.setattr(sys, "argv", ["sample.py", "--device=cpu", *words])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        piped = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8", newline="\n")  # as Python makes it
+        monkeypatch.setattr(sys, "stdin", piped)
         capsys.readouterr()
         code = None
         try:
@@ -102,6 +103,20 @@ def test_prompts_from_files_and_pipes(here, run):
     Path("prompt.txt").write_bytes("\ufeffDer Bär\n".encode())
     assert run("--prompt_file=prompt.txt", *words)[1] == expected
     assert run(*words, stdin="Der Bär\n".encode())[1] == expected
+    assert "reading the prompt from stdin" in run(*words, stdin=b"x")[2]
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_all_line_ends_are_those_of_the_training_text(here, run, end):
+    words = ["--max_new_tokens=8", "--temperature=0"]
+    text = "The frog\nsaw"
+    expected = run(f"--prompt={text}", *words)[1]
+    assert expected.startswith(text)
+    typed = text.replace("\n", end)
+    assert run(f"--prompt={typed}", *words)[1] == expected
+    Path("prompt.txt").write_bytes((typed + end).encode())
+    assert run("--prompt_file=prompt.txt", *words)[1] == expected
+    assert run(*words, stdin=(typed + end).encode())[1] == expected
 
 
 def test_an_empty_prompt_begins_a_document(here, run):
@@ -284,6 +299,28 @@ def test_chat_needs_a_model_that_has_learned_to(here, run):
     assert "has no <|user|> and no <|assistant|> and no <|end|>" in code and "config/chat.py" in code and not out + err
 
 
+def test_a_byte_that_is_not_utf8_does_not_end_a_chat(here, run):
+    code, out, _ = run("--chat", "--max_new_tokens=2", "--no_stop", stdin=b"Hi \xff frog\r\nHi\n")
+    assert code is None and out.count("\n") >= 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_a_script_whose_outputs_are_closed_has_no_traceback(here):
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    Path("tokenizer.json").write_text(checkpoint["tokenizer"], encoding="utf-8")
+    shell = '"$@" tokenizer.json "The frog" 2>err >&-; echo $?; "$@" nothing.json x >&- 2>&-; echo $?'
+    done = subprocess.run(["sh", "-c", shell, "", sys.executable, ROOT / "tokenizer.py"], capture_output=True)
+    assert done.stdout == b"0\n1\n" and done.stderr == b"" == Path("err").read_bytes()
+
+
+@pytest.mark.parametrize("limits, word", [
+    ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"),
+    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature")])
+def test_sampling_says_its_limits(limits, word):
+    with pytest.raises(ValueError, match=word):
+        sample_token(torch.zeros(1, 5), **limits)
+
+
 def test_a_reader_that_closes_the_pipe_is_no_error(here):
     command = [sys.executable, ROOT / "sample.py", "--prompt=The", "--max_new_tokens=3000", "--no_stop"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -342,6 +379,7 @@ def raises(error):
     (OSError("cannot write a.pt: full"), "error: cannot write a.pt: full"),
     (MemoryError(), "error: out of memory; try less."),
     (torch.OutOfMemoryError("CUDA"), "error: out of memory; try less."),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: ..."), "error: out of memory; try less."),
     (KeyboardInterrupt(), 130), (SystemExit(1), 1),
 ], ids=repr)
 def test_every_script_ends_with_a_sentence_and_a_status(error, sentence, capsys):

@@ -1,6 +1,7 @@
 """The promises of train.py: exact resume, safe checkpoints, honest numbers, plain errors."""
 
 import csv
+import io
 import json
 import math
 import os
@@ -24,8 +25,8 @@ from model import LanguageModel, ModelConfig
 from support import checkpoint as checkpoint_module
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.corpus import open_data
-from support.report import LOG_COLUMNS
-from support.runtime import chat_roles, choose_device
+from support.report import LOG_COLUMNS, Log, Progress, read_log
+from support.runtime import Output, chat_roles, choose_device, interruptible
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,10 +68,10 @@ def run(monkeypatch, *words):
         return exit.code
 
 
-def start(*words):
+def start(*words, stderr=subprocess.PIPE, **options):
     """train.py as a process of its own, at its work."""
     return subprocess.Popen([sys.executable, ROOT / "train.py", *SMALL, *words], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, encoding="utf-8")
+                            stderr=stderr, text=True, encoding="utf-8", **options)
 
 
 def wait_for(condition, seconds=60):
@@ -119,6 +120,12 @@ def test_learning_rate_is_warm_up_then_cosine():
     assert train.learning_rate(99, config) == train.learning_rate(100, config) == pytest.approx(1.0)
     assert train.learning_rate(550, config) == pytest.approx(0.5)
     assert train.learning_rate(999, config) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "cooldown"])
+def test_the_learning_rate_stays_at_its_end_value(schedule):
+    config = TrainConfig(max_steps=100, lr=1.0, min_lr=0.25, schedule=schedule)
+    assert [train.learning_rate(step, config) for step in (100, 101, 150, 10_000)] == [0.25] * 4
 
 
 @pytest.mark.parametrize("settings, word", [
@@ -435,7 +442,7 @@ def test_a_signal_saves_and_the_run_goes_on_exactly(here, monkeypatch, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "out/run/ckpt.pt" in out and "--resume" in out
-    assert "Traceback" not in err
+    assert "Traceback" not in err and "stopping after this step; again to quit at once\n" in err
     step = load()["step"]
     assert 0 < step < 300
     assert run(monkeypatch, *words, "--resume") is None
@@ -458,6 +465,94 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(here):
         load_model(load(folder + "/best.pt"))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals and terminals")
+def test_a_closed_terminal_does_not_end_a_run_that_ignores_its_signal(here):
+    """Guards against a run under nohup that ends with its terminal, and against lines that come late."""
+    import pty
+
+    def ignore():
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    ours, theirs = pty.openpty()
+    process = start("--max_steps=200", "--eval_every=1000", preexec_fn=ignore, stderr=theirs,
+                    env=os.environ | {"PYTHONUNBUFFERED": ""})
+    os.close(theirs)
+    while not process.stdout.readline().startswith("step 0: val"):
+        assert process.poll() is None
+    assert int(log_rows()[-1]["step"]) < 200  # the line came long before the end
+    wait_for(lambda: len(log_rows()) > 3)
+    for number in (signal.SIGHUP, signal.SIGINT) * 2:
+        process.send_signal(number)
+    os.close(ours)  # nobody reads stderr any more
+    process.stdout.close()  # nor stdout, as in `... | head`
+    assert process.wait(60) == 0 and load()["step"] == 200 == int(log_rows()[-1]["step"])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_signals_in_training(capfd):
+    """The first interrupt says that it has come, the second quits; a closed terminal may say so twice."""
+    before = signal.getsignal(signal.SIGHUP)
+    with interruptible() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop == [signal.SIGHUP] * 2 and signal.getsignal(signal.SIGHUP) == before
+    with pytest.raises(KeyboardInterrupt):
+        with interruptible():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert capfd.readouterr().err == "\nstopping after this step; again to quit at once\n"
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
+def test_training_does_not_need_its_outputs(here):
+    """Guards against a run that stops, or prints into its own files, because its outputs were closed."""
+    shell = '"$@" --max_steps=4 --eval_every=2 <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", shell, "", sys.executable, ROOT / "train.py", *SMALL])
+    assert done.returncode == 0 and load()["step"] == 4
+    assert [int(row["step"]) for row in log_rows()] == [0, 2, 4]
+
+
+def test_outputs_that_may_end_and_those_that_may_not(capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def fileno(self):
+            return null
+
+    null = os.open(os.devnull, os.O_WRONLY)
+    Output(Full(), may_end=True).write("x")
+    with pytest.raises(OSError):
+        Output(Full(), may_end=False).write("x")
+    os.close(null)
+
+
+def test_a_dumb_terminal_gets_no_moving_bar_and_no_colours(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for term, dumb in (("dumb", True), ("xterm", False)):
+        monkeypatch.setenv("TERM", term)
+        assert Output(Terminal(), may_end=True).isatty() != dumb  # what asks for colours, and all other bars
+        assert Progress(0, 9, 1).bar.disable == dumb
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_temporary_files_of_killed_runs_are_cleared(here, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert run(monkeypatch, "--max_steps=2") is None
+    for words, folder in ((["--resume", "--max_steps=4"], "run"), (["--max_steps=2"], "run.1")):
+        for number in (gone.pid, os.getppid()):
+            Path(f"out/run/ckpt.pt.{number}.tmp").write_bytes(b"half")
+        Path("out/run/notes.tmp").write_bytes(b"mine")
+        assert run(monkeypatch, *words) is None
+        names = ["best.pt", "ckpt.pt", f"ckpt.pt.{os.getppid()}.tmp", "log.csv", "notes.tmp"]
+        assert sorted(path.name for path in Path("out", folder).iterdir()) == names
+
+
 def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
     for steps in (1, 2, 3):
         assert run(monkeypatch, f"--max_steps={steps}") is None
@@ -472,14 +567,69 @@ def test_best_alone_is_kept_too(here, monkeypatch):
     assert load("out/run.1/best.pt")["step"] == 1
 
 
-def test_a_run_whose_folder_was_taken_over_stops(here, monkeypatch):
-    """Guards against two runs that write into one folder by turns."""
-    process = start("--max_steps=100000", "--eval_every=20", "--eval_tokens=16", "--sample_tokens=0")
-    wait_for(Path("out/run/ckpt.pt").exists)
-    assert run(monkeypatch, "--max_steps=1") is None
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "another run has taken over" in err and "Traceback" not in err
-    assert load()["step"] == 1 and load("out/run.1/ckpt.pt")["step"] >= 0
+def at_step(monkeypatch, step, action):
+    """Call action() once, when a checkpoint of this step has its temporary file."""
+    torch_save = torch.save
+    todo = [action]
+
+    def save(checkpoint, file):
+        torch_save(checkpoint, file)
+        if checkpoint["step"] == step and todo:
+            todo.pop()()
+
+    monkeypatch.setattr(torch, "save", save)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows renames no folder that is in use")
+@pytest.mark.parametrize("words", [["--max_steps=1"], ["--max_steps=7", "--resume"]])
+def test_a_run_whose_name_is_taken_loses_nothing(here, monkeypatch, capsys, words):
+    """Guards against a run that may not save any more, and two that write into one folder by turns."""
+    others = []
+
+    def other_run():
+        assert run(monkeypatch, *words) is None
+        others.append(load())
+
+    at_step(monkeypatch, 4, other_run)
+    assert run(monkeypatch, "--max_steps=6", "--eval_every=2") is None
+    assert load("out/run.1/ckpt.pt")["step"] == 6
+    assert [int(row["step"]) for row in log_rows("out/run.1/log.csv")] == [0, 2, 4, 6]
+    assert "this run goes on in out/run.1\n" in capsys.readouterr().out
+    assert_same_state(load(), others[0])
+    for folder in ("out/run", "out/run.1"):
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows renames no folder that is in use")
+@pytest.mark.parametrize("action, folder", [
+    (lambda: Path("out/run").rename("out/elsewhere"), "out/elsewhere"),
+    (lambda: shutil.rmtree("out"), "out/run")])
+def test_a_folder_that_goes_away_loses_nothing(here, monkeypatch, action, folder):
+    at_step(monkeypatch, 4, action)
+    assert run(monkeypatch, "--max_steps=6", "--eval_every=2") is None
+    assert load(folder + "/ckpt.pt")["step"] == 6
+    assert [int(row["step"]) for row in log_rows(folder + "/log.csv")] == [0, 2, 4, 6]
+    assert [path.name for path in Path("out").iterdir()] == [Path(folder).name]
+
+
+def test_losses_on_other_tokens_are_not_compared(here, monkeypatch, capsys):
+    words = ["--eval_every=2", "--resume"]
+    assert run(monkeypatch, "--max_steps=2", "--eval_every=2", "--eval_tokens=3") is None
+    few = load("out/run/best.pt")
+    few["best_val_loss"] = 0.5  # by luck
+    torch.save(few, "out/run/best.pt")
+    torch.save(few, "out/run/ckpt.pt")
+    assert run(monkeypatch, "--max_steps=2", *words) is None  # no step: nothing to compare
+    assert load("out/run/best.pt")["best_val_loss"] == 0.5 and "anew" not in capsys.readouterr().out
+    assert run(monkeypatch, "--max_steps=4", *words) is None
+    assert "the comparison for best.pt starts anew" in capsys.readouterr().out
+    best, losses = load("out/run/best.pt"), [float(row["val_loss"]) for row in log_rows()]
+    assert best["step"] == 4 and best["best_val_loss"] == pytest.approx(losses[-1], rel=1e-5)
+    assert load("out/run/best.pt.1")["best_val_loss"] == 0.5
+    assert run(monkeypatch, "--max_steps=6", *words) is None
+    assert "anew" not in capsys.readouterr().out
+    assert run(monkeypatch, "--max_steps=8", "--windows=documents", *words) is None
+    assert "anew" in capsys.readouterr().out
 
 
 def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
@@ -490,6 +640,8 @@ def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
     assert all(torch.equal(second["model"][k], v) for k, v in load()["model"].items())
     assert "n_layer" in run(monkeypatch, "--init_from=out/run/ckpt.pt", "--n_layer=3")
     assert "no checkpoint nowhere.pt" in run(monkeypatch, "--init_from=nowhere.pt")
+    torch.save(second | {"tokenizer": ""}, "bare.pt")
+    assert "bare.pt has no tokenizer: import it again" in run(monkeypatch, "--init_from=bare.pt")
 
 
 def test_checkpoints_from_before_a_field_or_an_optimizer_was_there_go_on(here, monkeypatch):
@@ -626,6 +778,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_checkpoint(here, monkeyp
     words = [ROOT / "train.py", ROOT, *SMALL, "--resume", "--max_steps=4"]
     done = subprocess.run([sys.executable, "-c", limited, *words], capture_output=True, encoding="utf-8")
     assert done.returncode == 1 and "error: cannot write" in done.stderr and "Traceback" not in done.stderr
+    assert "out/run/best.pt: File too large.\n" in done.stderr  # not PyTorch's "unexpected pos 704 vs 598"
     assert Path("out/run/ckpt.pt").read_bytes() == before
     assert sorted(p.name for p in Path("out/run").iterdir()) == ["best.pt", "ckpt.pt", "log.csv"]
 
@@ -689,6 +842,107 @@ def test_a_checkpoint_of_another_model_file_is_refused(here, monkeypatch):
         spoil(checkpoint)
         with pytest.raises(ValueError):
             load_model(checkpoint)
+
+
+def test_prefixes_of_wrapped_models_are_dropped(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=2") is None
+    checkpoint, weights = load(), load()["model"]
+    for prefix in ("_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."):
+        checkpoint["model"] = {prefix + name: w for name, w in weights.items()}
+        loaded = load_model(checkpoint).state_dict()
+        assert all(torch.equal(loaded[name], w) for name, w in weights.items())
+    torch.save(checkpoint, "out/run/ckpt.pt")
+    assert run(monkeypatch, "--max_steps=4", "--resume") is None
+    assert load()["model"].keys() == weights.keys()
+    checkpoint["model"] |= weights
+    with pytest.raises(ValueError, match="there twice"):
+        load_model(checkpoint)
+
+
+def test_a_misfit_names_the_tensors(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=0") is None
+    checkpoint = load()
+    weights = checkpoint["model"]
+    weights["wing.weight"] = weights.pop("norm.weight")
+    weights["embedding.weight"] = weights["embedding.weight"][:, :8]
+    weights["blocks.0.mixer.out.weight"][0] = math.nan
+    with pytest.raises(ValueError) as error:
+        load_model(checkpoint)
+    assert str(error.value) == (
+        "the checkpoint does not fit this model.py: missing: norm.weight; unexpected: wing.weight; "
+        "of another shape: embedding.weight (300, 8) instead of (300, 16); "
+        "not finite: blocks.0.mixer.out.weight.")
+    checkpoint = load()
+    checkpoint["model"] = {name: w for name, w in checkpoint["model"].items() if "blocks.1." not in name}
+    with pytest.raises(ValueError, match=r"missing: blocks\.1\.\S+, .* and \d more\.$"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("where", ["clip_and_step", "load_model", "LanguageModel.float"])
+def test_out_of_memory_on_a_cpu_is_a_sentence(here, monkeypatch, where):
+    assert run(monkeypatch, "--max_steps=2") is None
+
+    def fail(*arguments, **options):
+        torch.empty(2**50)  # PyTorch's own error: a RuntimeError, on a CPU
+
+    monkeypatch.setattr(*{"clip_and_step": (train, "clip_and_step"), "load_model": (torch, "load"),
+                          "LanguageModel.float": (LanguageModel, "float")}[where], fail)
+    code = run(monkeypatch, "--max_steps=4", "--resume")
+    assert code == "error: out of memory; try a larger grad_accum or a smaller batch_size."
+
+
+# ----------------------------------------------------------------------------------------------- the log
+
+
+def spreadsheet(text):
+    """What spreadsheets and crashes make of a log.csv: {name: text}."""
+    return {
+        "byte order mark": "\ufeff" + text,
+        "CRLF": "\ufeff" + text.replace("\n", "\r\n"),
+        "bare CR": text.replace("\n", "\r"),
+        "quotes": "\n".join(",".join(f'"{cell}"' for cell in line.split(",")) for line in text.splitlines()),
+        "zeros after a crash": text + 300 * "\0",
+    }
+
+
+@pytest.mark.parametrize("kind", spreadsheet(""))
+def test_a_log_that_a_spreadsheet_saved_keeps_its_rows(tmp_path, kind):
+    path = tmp_path / "log.csv"
+    Log(path, [{"step": step, "lr": 3e-4, "val_loss": 5.5} for step in (0, 2, 4)]).file.close()
+    before = log_rows(path)
+    path.write_bytes(spreadsheet(path.read_text(encoding="utf-8"))[kind].encode())
+    assert read_log(path, 4) == before and read_log(path, 3) == before[:2]
+    assert [file.name for file in tmp_path.iterdir()] == ["log.csv"]
+
+
+@pytest.mark.parametrize("addition", ["1,64", "seen by Lily\n", "4,9,,,,,,,,a note\n", 200_000 * "x", '8,"'])
+def test_what_is_no_row_of_a_log_is_kept_beside_it(tmp_path, capsys, addition):
+    path = tmp_path / "log.csv"
+    Log(path, [{"step": 0}, {"step": 2}]).file.close()
+    data = path.read_bytes() + addition.encode()
+    path.write_bytes(data)
+    assert [row["step"] for row in read_log(path, 4)] == ["0", "2"]
+    assert (tmp_path / "log.csv.1").read_bytes() == data and "log.csv.1" in capsys.readouterr().out
+
+
+def test_a_torn_log_goes_on(here, monkeypatch):
+    assert run(monkeypatch, "--max_steps=4") is None
+    with open("out/run/log.csv", "ab") as file:
+        file.write(b'6,"38')
+    assert run(monkeypatch, "--max_steps=8", "--resume") is None
+    assert [int(row["step"]) for row in log_rows()] == [0, 2, 4, 6, 8]
+
+
+def test_rows_of_the_log_wait_until_they_can_be_written(tmp_path, capsys):
+    log = Log(tmp_path / "log.csv")
+    with open(tmp_path / "log.csv", "rb") as read_only:
+        file, log.file = log.file, read_only
+        log.write({"step": 1})
+        log.file = file
+    assert "warning: cannot write" in capsys.readouterr().err
+    log.write({"step": 2})
+    file.close()
+    assert [row["step"] for row in log_rows(tmp_path / "log.csv")] == ["1", "2"]
 
 
 # ------------------------------------------------------------------------------------------------------ data

@@ -14,7 +14,7 @@ So four times the context costs 0.16 nats and not 0.52; but more to look back at
 the worst of the three, presumably because it slows the fast pairs, too. (Its paper trains on with it; here
 nothing was trained on.)
 
-    python train.py config/tiny.py --position=rotary --max_steps=300 --context=64 --data=storybook --out=short
+    python train.py config/short.py --position=rotary --max_steps=300 --context=64 --data=storybook --out=short
     cp exercises/solutions/02.py my_02.py
     python my_02.py out/short/ckpt.pt
 

@@ -7,7 +7,7 @@ them in so many cases (8,192 tokens of the validation split, one seed):
     min_p 0.1      4.1   99.1%     4.5   99.5%     5.4   99.8%
     top_p 0.9      4.1   98.0%    10.3   99.5%   103.6  100.0%
 
-    python train.py config/tiny.py --max_steps=300 --lr=1e-2 --out=short
+    python train.py config/short.py --max_steps=300 --lr=1e-2 --out=short
     cp exercises/solutions/03.py my_03.py
     python my_03.py out/short/ckpt.pt
 """

@@ -8,7 +8,7 @@ longer. Validation loss, one seed; each number is a run of its own (the learning
     --mixer=attention      0.832     0.395
 
     cp exercises/solutions/05.py my_05.py
-    python -c "import my_05, train; train.main()" config/tiny.py --mixer=window --max_steps=300 --out=window
+    python -c "import my_05, train; train.main()" config/short.py --mixer=window --max_steps=300 --out=window
 """
 
 import torch

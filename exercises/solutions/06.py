@@ -9,7 +9,7 @@ after 300 steps, one seed, but at 4e-2 three (1337, 1, 2):
     --mixer=gated_qk_norm      1.206     0.671     0.920  0.883  0.851
 
     cp exercises/solutions/06.py my_06.py
-    python -c "import my_06, train; train.main()" config/tiny.py --max_steps=300 --lr=4e-2 \
+    python -c "import my_06, train; train.main()" config/short.py --max_steps=300 --lr=4e-2 \
         --mixer=gated_qk_norm
 """
 

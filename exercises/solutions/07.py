@@ -5,7 +5,7 @@ No gain to be seen after 200 steps on the storybook: with the seeds 1, 2, 3 the 
 three seeds are few.)
 
     cp exercises/solutions/07.py my_07.py
-    python -c "import my_07, train; train.main()" config/tiny.py --mixer=second_moment --max_steps=200
+    python -c "import my_07, train; train.main()" config/short.py --mixer=second_moment --max_steps=200
 
 with --seed=1 and so on; the others with --mixer=gated_spiral.
 """

@@ -5,8 +5,8 @@ After 200 steps on the storybook the alphas of the three layers have moved from 
 The validation losses are 1.704, 1.752, 1.752, mean 1.736; with a fixed alpha 1.719, 1.715, 1.683, mean 1.706.
 
     cp exercises/solutions/08.py my_08.py
-    python -c "import my_08, train; train.main()" config/tiny.py --mixer=learned_spiral --max_steps=200
-    python -c "import torch; print(torch.load('out/tiny/ckpt.pt')['model']['blocks.0.mixer.alpha'])"
+    python -c "import my_08, train; train.main()" config/short.py --mixer=learned_spiral --max_steps=200
+    python -c "import torch; print(torch.load('out/short/ckpt.pt')['model']['blocks.0.mixer.alpha'])"
 
 with --seed=1 and so on; the others with --mixer=gated_spiral.
 """

@@ -6,7 +6,7 @@ tell the next one, at once; a mean over the whole story hardly changes any more.
 of the difference we have not measured.
 
     cp exercises/solutions/09.py my_09.py
-    python -c "import my_09, train; train.main()" config/tiny.py --mixer=decayed_hydra --max_steps=200
+    python -c "import my_09, train; train.main()" config/short.py --mixer=decayed_hydra --max_steps=200
 
 with --seed=1 and so on; the others with --mixer=hydra.
 """
