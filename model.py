@@ -55,7 +55,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from support import need  # need(condition, sentence): a ValueError with this sentence unless it holds
@@ -192,7 +191,7 @@ def helix_rotary(config, position):
 
 def at_least_float32(x):
     """x in float32, or as it is if that is wider: sums, norms and losses are never kept in half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def attention_by_hand(q, k, v):
@@ -217,14 +216,18 @@ def causal_attention(q, k, v):
     would put it at the upper left. One token sees all. (On CUDA, with K < H, the fused kernels take half
     precision and a recent GPU.)
     """
+    if q.is_cpu and torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):  # entered only where it is needed: it is slow to enter
+            return causal_attention(q, k, v)
     T, S = q.size(2), k.size(2)
-    mask = causal_lower_right(T, S) if 1 < T < S else None
+    mask = None
+    if 1 < T < S:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     options = {"attn_mask": mask, "is_causal": 1 < T == S, "enable_gqa": q.size(1) != k.size(1)}
     if not q.is_cpu:
         return F.scaled_dot_product_attention(q, k, v, **options)
-    with torch.autocast("cpu", enabled=False):  # a CPU's fused kernel is faster in float32 than in bfloat16
-        heads = F.scaled_dot_product_attention(*map(at_least_float32, (q, k, v)), **options)
-    return heads.type_as(q)
+    # A CPU's fused kernel is faster in float32 than in bfloat16.
+    return F.scaled_dot_product_attention(*map(at_least_float32, (q, k, v)), **options).type_as(q)
 
 
 def split_heads(x, d_head):
@@ -255,6 +258,10 @@ class NoCache:
         """x (B, T, ...) -> inclusive prefix sums over T, same shape, float32 or wider."""
         return at_least_float32(x).cumsum(dim=1)
 
+    def rotary(self, make, T):
+        """make(start, T) -> tables: those of a chunk that starts at position 0."""
+        return make(0, T)
+
     def advance(self, idx):
         pass
 
@@ -272,6 +279,7 @@ class Cache:
 
     def __init__(self, capacity, dtype=None):
         self.capacity, self.dtype = capacity, dtype
+        self.tables = None  # rotary tables (capacity, D/2) of all positions
         self.reset()
 
     def reset(self):
@@ -295,6 +303,12 @@ class Cache:
         total = at_least_float32(x).cumsum(dim=1) + self.sums.get(name, 0)
         self.new_sums[name] = total[:, -1:].detach().clone()
         return total
+
+    def rotary(self, make, T):
+        """make(start, T) -> tables: those of this chunk's positions. Made once for all, then looked up."""
+        if self.tables is None:
+            self.tables = make(0, self.capacity)
+        return [table[self.length : self.length + T] for table in self.tables]
 
     def advance(self, idx):
         """Count the tokens idx (B, T), which all layers have seen."""
@@ -361,13 +375,14 @@ class Attention(nn.Module):
     def __init__(self, config, name):
         super().__init__()
         self.name, self.d_head = name, config.d_head
-        self.sizes = [n * self.d_head for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]  # of queries, keys, values
+        self.sizes = [n * self.d_head for n in self.heads]
         self.qkv = nn.Linear(config.d_model, sum(self.sizes), bias=False)  # W_q, W_k, W_v in one product
         self.out = nn.Linear(self.sizes[0], config.d_model, bias=False)
 
     def project(self, x):
         """(B, T, C) -> queries (B, H, T, D), keys and values (B, K, T, D)"""
-        return [split_heads(y, self.d_head) for y in self.qkv(x).split(self.sizes, dim=-1)]
+        return split_heads(self.qkv(x), self.d_head).split(self.heads, dim=1)
 
     def attend(self, q, k, v, past):
         """Rotated queries and keys of this chunk, and its values -> output of each head, (B, H, T, D)"""
@@ -824,7 +839,7 @@ class LanguageModel(nn.Module):
 
     def run_blocks(self, idx, past):
         """Token ids (B, T) -> output of the last block (B, T, C)"""
-        rotary = self.rotary(past.length, idx.size(1))
+        rotary = past.rotary(self.rotary, idx.size(1))
         x = self.embedding(idx)  # (B, T) -> (B, T, C)
         if self.config.embedding_norm:
             x = unit_rms(x)

@@ -42,8 +42,9 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, chat_turns, check_arguments, check_files, check_links, download, is_chat,
-                            map_batches, new_folder, read_conversations, read_documents, useful_workers)
+from support.corpus import (DATA, END, chat_turns, check_arguments, check_files, check_links, download,
+                            is_chat, map_batches, new_folder, read_conversations, read_documents,
+                            useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine
@@ -146,9 +147,9 @@ parsed_tokenizer = lru_cache(maxsize=1)(tokenizer_from_json)
 
 
 def encode_batch(batch, json_text, chat=False):
-    """Encode pieces -> (ids as the bytes of a .bin file, Counter of documents, bytes of text in UTF-8 and tokens).
+    """Encode pieces -> (ids as the bytes of a .bin file, Counter of documents, tokens and bytes of text).
 
-    In a chat, `assistant_tokens` are those to be learned: the assistant's, with the <|end|> of each turn.
+    In a chat it counts "assistant_tokens", too: the assistant's, with the <|end|> of each turn.
     """
     tokenizer = parsed_tokenizer(json_text)
     ids = []
@@ -212,9 +213,9 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The sources. A corpus is a class with four members: `source` says in meta.json where the text is from, `chat`
-# whether its documents are conversations, pieces(split, label) gives a fresh stream of a split's pieces, the label
-# being for the progress bar, and split(), once these are read, says for meta.json how they were told apart.
+# The sources. A corpus is a class with four members: `source` says in meta.json where the text is from; `chat`
+# tells conversations from plain text; pieces(split, label) gives a fresh stream of a split's pieces, the label
+# being for the progress bar; and split(), once these are read, says for meta.json how they were told apart.
 
 
 class TextFiles:
@@ -288,12 +289,13 @@ class Conversations(Stories):
     def draw(self, n, stream):
         self.answers_nats = 0.0  # of the split that is drawn last, for validation
         for turns, log_prob, answers_log_prob in book.conversations(n, stream):
-            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": turn}
+                        for i, turn in enumerate(turns)]
             self.answers_nats -= answers_log_prob
             yield json.dumps({"messages": messages}), log_prob
 
     def add_floor(self, meta):
-        """Add the floor of all tokens, as for stories, and that of the assistant's, given the user's turns."""
+        """Add the floor of all tokens, as for stories, and of the assistant's, given the user's turns."""
         super().add_floor(meta)
         val = meta["val"]
         val["floor_nats_per_assistant_token"] = self.answers_nats / val["assistant_tokens"]
@@ -320,7 +322,8 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, lon
     """Make data/NAME from `train` + `val` stories of storybook.py, unless it is there already."""
     if (DATA / name / "meta.json").exists():
         return DATA / name
-    corpus_class, what = (Conversations, "conversations") if name == "storybook_chat" else (Stories, "little stories")
+    corpus_class = Conversations if name == "storybook_chat" else Stories
+    what = "conversations" if corpus_class.chat else "little stories"
     print(f"Making {train + val:,} {what} for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"

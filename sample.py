@@ -4,7 +4,7 @@ Generate text with a trained model.
     python sample.py --prompt "Once upon a time"            the newest checkpoint under out/
     python sample.py --checkpoint out/nano/best.pt --num_samples 3 --temperature 0.7 --top_p 0.9 --seed 1
     echo "The dragon" | python sample.py > story.txt        text goes to stdout, all else to stderr
-    python sample.py --chat                                 talk, turn by turn (with the model of config/chat.py)
+    python sample.py --chat                                 talk, turn by turn, to the model of config/chat.py
 
 A prompt is continued token by token. The cache saves reading it again for each, and changes no logit: see
 `Cache` in model.py. PyTorch is imported where it is needed, so that --help and misspelt options do not wait.
@@ -34,11 +34,13 @@ def parse_arguments():
     option("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     option("--top_k", type=int, default=0, help="draw among the k likeliest tokens only; 0: all")
     option("--top_p", type=float, default=1.0, help="draw among the likeliest that reach p")
-    option("--seed", type=int, default=1337, help="same seed, same text")
+    option("--seed", type=int, default=1337, help="same seed, same text (with the same --threads and --compile)")
     option("--no_stop", action="store_true", help="go on after the end of a document")
     option("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps")
     option("--dtype", default="auto", help="auto, float32, bfloat16, float16")
-    option("--compile", action="store_true", help="takes a while, then twice as fast")
+    option("--threads", type=int, default=0, help="of a CPU; 0: OMP_NUM_THREADS, or the fastest number")
+    option("--compile", nargs="?", const="on", default="auto", choices=("auto", "on", "off"),
+           help="takes a while, then twice as fast; auto: if there is so much to write that it pays")
     args = parser.parse_args()
     need(args.num_samples >= 1, "--num_samples must be at least 1.")
     need(args.max_new_tokens >= 0, "--max_new_tokens must not be negative.")
@@ -69,10 +71,10 @@ def read_prompt(args):
 
 
 def generate(model, tokenizer, ids, stops, options, interrupted=()):
-    """Continue `ids`, which the cache has not read, up to an id in `stops`, or until `interrupted` has something
-    in it; print the text as it comes.
+    """Continue `ids`, which the cache has not read, up to an id in `stops`; print the text as it comes.
 
-    Return the new ids, with the stopping one, and the seconds it took. The cache has read all but the last.
+    It also ends once `interrupted` holds a signal. Return the new ids, with the stopping one, and the seconds
+    it took. The cache has read all but the last.
     """
     import torch
 
@@ -112,7 +114,7 @@ def continue_prompt(model, tokenizer, prompt, args, options):
 def chat(model, tokenizer, options):
     """Answer turns from stdin on stdout, until it ends. Return what `generate` returned each time.
 
-    The cache is kept, so that each turn reads only what is new. Ctrl-C stops an answer, a second one the program.
+    The cache is kept, so that each turn reads only what is new. Ctrl-C stops an answer, another the program.
     """
     end = tokenizer.specials["<|end|>"]
     cache = options["cache"]
@@ -131,11 +133,12 @@ def chat(model, tokenizer, options):
         unread += encode_chat(tokenizer, [("user", line.rstrip("\n")), ("assistant", None)])
         length = cache.length + len(unread)
         with interruptible(["SIGINT"], say=b"") as interrupted:
-            answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options, interrupted)
+            answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options,
+                                       interrupted)
         results.append((answer, seconds))
         if answer and cache.length < length + len(answer) - 1:
-            print(f"[the context of {model.config.context} tokens was full: of what was said before, the model has "
-                  "forgotten all but the last half of them]", file=sys.stderr)
+            print(f"[the context of {model.config.context} tokens was full: the model has forgotten all but "
+                  "its last half]", file=sys.stderr)
         unread = answer[-1:] or unread  # drawn, but not read yet
         if unread[-1] != end:  # cut off: the turn ends all the same
             unread.append(end)
@@ -150,7 +153,8 @@ def run():
     path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype, chat=args.chat)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     options["n_ids"] = tokenizer.vocab_size  # the model may have more rows than the tokenizer has tokens
-    options["cache"] = prepare_decoding(model, args.compile)
+    answers = 10 if args.chat else args.num_samples  # for a chat, a guess
+    options["cache"] = prepare_decoding(model, args.compile, args.threads, answers * args.max_new_tokens)
     options["generator"] = torch.Generator(model.embedding.weight.device).manual_seed(args.seed)
     if args.chat:
         results = chat(model, tokenizer, options)

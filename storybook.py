@@ -235,10 +235,10 @@ def parse(source, **texts):
 
 BOOK = parse(f"{OPENING}\n[{'|'.join(PLOTS)}]\n\n{ENDING}")  # all the stories, as one text with forks
 
-# Conversations: a request, the story, and one to three questions with their answers. Each turn ends in ~, which
-# no story has; another ~ ends the conversation. A word that the request names is drawn there, so in the story it
-# is certain. A request that tells what happens stands in one option with that plot: here, too, every choice
-# leaves one trace.
+# Conversations: a request, the story, and one to three questions with their answers. Each turn ends in ~,
+# which no story has; another ~ ends the conversation. A word that the request names is drawn there, so in the
+# story it is certain. A request that tells what happens stands in one option with that plot: here, too, every
+# choice leaves one trace.
 
 REQUESTS = {
     " who loses a {colour} {thing:toy}": LOST,
@@ -339,8 +339,8 @@ def stories(n, seed):
 
 
 def conversations(n, seed):
-    """n conversations as (turns, beginning with the user's; log_prob; log_prob of the assistant's turns, given
-    the others). The mean of the last, over the tokens of these turns, is the lowest loss on them."""
+    """n conversations as (turns, the user's first; log_prob; that of the assistant's turns, given the user's).
+    The mean of the last over the tokens of these turns is, but for its sign, the lowest loss on them."""
     for i in range(n):
         talker = Talker(random.Random(seed << 32 | i)).tell(TALK)
         turns = [turn.strip() for turn in talker.text.strip("~").split("~")]

@@ -317,7 +317,7 @@ class StreamDecoder:
 
 def encode_chat(tokenizer, turns):
     """Turns [("user" or "assistant", text), ...] -> ids of "<|user|>text<|end|>", joined by spaces
-    (helix paper, III.H). Special tokens in a text are ordinary text: no turn can be ended from within. A last turn
+    (helix paper). Special tokens in a text are ordinary text: no turn can be ended from within. A last turn
     whose text is None is left open: it is for the model to write."""
     ids = []
     for role, text in turns:

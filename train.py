@@ -8,7 +8,8 @@ Train a language model: one plain loop, exact resume.
 
 Everything goes to out/<run>/: ckpt.pt (the last state), best.pt (the lowest validation loss), log.csv. The
 batch of step i is a function of (seed, i) alone and nothing else is random, so a run that was stopped and
-resumed ends, on a CPU, with the same weights to the last bit as one that was not.
+resumed ends, on a CPU and with the same number of threads, with the same weights to the last bit as one that
+was not. (The threads are as many as cores are free at the start; --threads sets them.)
 
 In this order: settings, data, optimizers, the run. What is imported from support/ makes it safe (interrupts,
 files that are whole or absent, errors in a sentence) and reports on it; none of it changes what is learned.
@@ -22,8 +23,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.runtime import (chat_roles, choose_device, choose_threads, compile_training, interruptible,
+                             keep_freed_memory, run_main, sink_id)
+from support.settings import answer_early, read_settings
+
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # `&` and nohup ignore it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while PyTorch loads: no traceback, just the end
+if __name__ == "__main__":
+    run_main(lambda: answer_early("train.py", "model.py"))  # --help, misspelt options: before PyTorch loads
 
 import numpy as np
 import torch
@@ -35,9 +42,6 @@ from support import need, parallel
 from support.checkpoint import check_finite, load_model, new_model, starting_checkpoint
 from support.corpus import open_data
 from support.report import Progress, evaluation_line, merging_line, print_plan
-from support.runtime import (chat_roles, choose_device, compile_training, interruptible, keep_freed_memory, run_main,
-                             sink_id)
-from support.settings import read_settings
 
 
 @dataclass
@@ -50,6 +54,7 @@ class TrainConfig:
     init_from: str = ""  # start a new run from the weights of this checkpoint
     seed: int = 1337  # of the initial weights and of the batches
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    threads: int = 0  # of a CPU; 0: OMP_NUM_THREADS if it is set, else as many as cores are free at the start
     dtype: str = "auto"  # compute type: auto, float32, bfloat16, float16; weights are always float32
     compile: str = "auto"  # torch.compile: auto (on CUDA, without token merging), on, off
     gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
@@ -128,11 +133,11 @@ def get_batch(ids, step, config, context, sink=None, end_of_text=None, roles=Non
 
 
 def assistant_targets(inputs, targets, roles):
-    """Return the targets (..., T) with -100, which does not count, for all that the assistant has not to say.
+    """Return the targets (..., T), with -100, which does not count, for what is not the assistant's to say.
 
-    What counts are its tokens, and the <|end|> that closes its turn: where the latest of the roles, the ids of
-    <|user|>, <|assistant|> and <|end|>, among the inputs so far is <|assistant|>. In a window that begins in the
-    middle of a turn nobody knows whose it is, so nothing counts before the first of these.
+    Its tokens count, and the <|end|> that closes its turn: all targets for which the latest of the roles, the
+    ids of <|user|>, <|assistant|> and <|end|>, among the inputs so far is <|assistant|>. In a window that
+    begins within a turn nobody knows whose it is, so nothing counts before the first of these.
     """
     marks = torch.isin(inputs, torch.tensor(list(roles.values())))
     latest = torch.where(marks, torch.arange(inputs.size(-1)), 0).cummax(dim=-1).values  # where it stands
@@ -149,9 +154,10 @@ def document_start(ids, position, end_of_text, furthest):
 
 
 def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream", roles=None):
-    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once, if it counts.
+    """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once.
 
-    A target that does not count is -100. The first input is an end-of-text, which stands before the stream.
+    With roles, only the assistant's do. A target that does not count is -100. The first input is an
+    end-of-text, which stands before the stream.
     """
     stream, wanted = validation_stream(ids, end_of_text, roles)
     if windows == "documents":
@@ -200,9 +206,9 @@ def document_windows(ids, end_of_text, context):
 
 @torch.no_grad()
 def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", roles=None):
-    """Return the loss on all of `ids`, or with roles on the assistant's part of them, the same every time:
-    (nats per token, bits per byte of text).
+    """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
 
+    With roles, it is the loss on the assistant's tokens (see assistant_targets).
     With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
     model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
     """
@@ -214,7 +220,8 @@ def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", role
     n_counted = 0  # tokens
     size = 0  # their bytes
     model.eval()
-    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows, roles)
+    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows,
+                                 roles)
     for x, y in parallel.own_items(batches):
         counted = y[y != -100]
         if len(counted):  # the mean over nothing is no number
@@ -308,6 +315,7 @@ def train(config, model_config):
     """Train a model as the two configs say: set up, then step after step. Results are in out/<run>/."""
     # Where to compute and how precisely: weights are float32, matrix products under autocast are in dtype
     device, dtype = choose_device(config.device, config.dtype)
+    choose_threads(config.threads)
     parallel.share_work(config, device)
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     torch.set_float32_matmul_precision("high")  # TF32, on the GPUs that have it
@@ -321,7 +329,7 @@ def train(config, model_config):
     sink = sink_id(model_config, tokenizer)
     roles = chat_roles(tokenizer) if meta["chat"] and config.assistant_only else None
     n_val = (validation_stream(val_ids, tokenizer.end_of_text, roles)[1] != -100).sum().item()
-    need(n_val, f"nothing in the first {len(val_ids)} tokens of val.bin is the assistant's: raise eval_tokens.")
+    need(n_val, f"the first {len(val_ids)} tokens of val.bin have none of the assistant: raise eval_tokens.")
 
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/
     run = set_up(config, model_config, meta, device, dtype)
@@ -350,7 +358,8 @@ def train(config, model_config):
             step_loss, merge_ratios = 0.0, []
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
                 share = parallel.n_processes() * (y_part != -100).sum().item() / max(1, n_targets)
-                y_part = y_part if share else x_part  # the mean over no target is no number: any other, times 0
+                if not share:
+                    y_part = x_part  # the mean over no targets is no number; that over any, times 0, is 0
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
                 run.scaler.scale(loss * share).backward()
@@ -397,10 +406,11 @@ def set_up(config, model_config, meta, device, dtype):
 
 
 def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast, roles, n_val):
-    """Evaluate on the n_val targets of val_ids that count, complete the row and log it, save the run, show a sample."""
+    """Evaluate, complete the row and log it, save the run, show a sample. n_val: how many targets count."""
     config = run.config
     n_windows = config.batch_size // config.grad_accum // parallel.n_processes()  # at once, as in training
-    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows, roles)
+    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows,
+                                       roles)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
     run.log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again

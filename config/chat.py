@@ -1,4 +1,4 @@
-# A small Wiola to talk to, 722,392 parameters: it tells a story as it is asked to, and answers questions on it.
+# A small Wiola to talk to, 722,392 parameters: it tells the story that is asked for, and answers questions.
 data = "storybook_chat"
 vocab_size = 1024
 context = 384  # a request, a story and three questions

@@ -1014,15 +1014,15 @@ def check_13(my):
     for user_counts, kind in ((False, "the assistant's tokens alone"), (True, "all tokens")):
         answers, letters = losses_of(train(user_counts))
         losses.append(letters)
-        print(f"Trained on {kind}: a loss of {answers:.3f} on the assistant's, {letters:.3f} on the user's letters.")
+        print(f"Trained on {kind}: a loss of {answers:.3f} on the assistant's, {letters:.3f} on the user's.")
         if answers > 0.1:
-            raise Wrong(f"the model trained on {kind} has a loss of {answers:.3f} on the assistant's in other "
-                        "conversations; it can come below 0.1. Try more steps, a higher learning rate.")
+            raise Wrong(f"the model trained on {kind} has a loss of {answers:.3f} on the assistant's in "
+                        "other conversations; it can come below 0.1. Try more steps, a higher learning rate.")
     if losses[0] < losses[1] + 0.5:
         raise Wrong("both models know the user's letters as well as one another: does train use the mask?")
     if losses[1] > math.log(LETTERS) + 0.2:
-        raise Wrong(f"the model trained on all tokens has a loss of {losses[1]:.3f} on the user's letters, and "
-                    f"not the {math.log(LETTERS):.3f} that can be reached: does train(True) count them?")
+        raise Wrong(f"the model trained on all tokens has a loss of {losses[1]:.3f} on the user's letters, "
+                    f"and not the {math.log(LETTERS):.3f} that can be reached: does train(True) count them?")
 
 
 def try_mask(mask):
@@ -1030,8 +1030,7 @@ def try_mask(mask):
     torch.manual_seed(0)
     rows = talk(3)
     rows[1] = rows[0].roll(-8)  # from the middle of the assistant's turn
-    rows[2] = torch.cat([rows[0, 3:6], rows[0, 6:9], rows[0, 6:12], torch.tensor([END, 1, USER, 2, END, ASSISTANT, END,
-                                                                            ASSISTANT, 3, USER, 4, ASSISTANT])])
+    rows[2, 12:] = torch.tensor([END, 1, USER, 2, END, ASSISTANT, END, ASSISTANT, 3, USER, 4, ASSISTANT])
     inputs, targets = rows[:, :-1], rows[:, 1:]
     before = inputs.clone(), targets.clone()
     wanted = torch.full_like(targets, -100)
@@ -1049,19 +1048,19 @@ def try_mask(mask):
     if got[False].shape == targets.shape and torch.equal(got[False], wanted):
         return
     if got[False].shape != targets.shape or not ((got[False] == -100) | (got[False] == targets)).all():
-        raise Wrong(f"mask must return the targets, of shape {tuple(targets.shape)}, with -100 for some of them.")
+        raise Wrong(f"mask must return the targets, of shape {tuple(targets.shape)}, with -100 for some.")
     row, t = (got[False] != wanted).nonzero()[0].tolist()
     known = {ASSISTANT: "The mark that begins its turn is put there by whoever asks, not by the assistant. ",
              END: "The END of its own turn is the assistant's to say, and no other END. "}
     counts = "does not count" if got[False][row, t] == -100 else "counts"
     raise Wrong(f"of the ids {rows[row].tolist()} the target number {t}, {targets[row, t]}, {counts}. "
-                + known.get(targets[row, t].item(), "Whose turn it is, the latest mark among the inputs up to "
-                                                    "there says; before the first mark nothing counts."))
+                + known.get(targets[row, t].item(), "Whose turn it is, the latest mark among the inputs up "
+                                                    "to there says; before the first mark nothing counts."))
 
 
 @torch.no_grad()
 def losses_of(model):
-    """The mean losses of a model on what the assistant says and on the user's letters, in other conversations."""
+    """The mean losses of a model on what the assistant says, and on the user's letters."""
     torch.manual_seed(0)
     rows = talk(256)
     loss = -model.eval()(rows[:, :-1])[0].log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0].view(256, 23)

@@ -53,7 +53,7 @@ from model import PARTS, CrossLayerAttention, DualStream, LanguageModel, ModelCo
 from support import need
 from support.checkpoint import load_checkpoint, saved_config
 from support.corpus import open_data
-from support.runtime import run_main
+from support.runtime import free_cores, run_main
 from support.settings import CommandLine, read_settings
 from train import TrainConfig
 
@@ -198,7 +198,7 @@ def run_all(path, wanted, args):
     done = results(path)
     todo = [] if args.table else [run for run in wanted if key(*run) not in done]
     # Ctrl-C reaches the processes too: they save, and no more follow
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs or free_cores()) as pool:
         return all(list(pool.map(one, todo)))
 
 
@@ -246,13 +246,13 @@ def arguments():
     parser.add_argument("--lr_factors", type=float, nargs="+", default=[0.5, 1, 2], metavar="X",
                         help="learning rates to try with seed 1, times each variant's (default: 0.5 1 2)")
     parser.add_argument("--max_steps", type=int, default=1000, help="of 1,024 tokens (default: 1000)")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2),
-                        help="runs at a time (default: half the cores)")
+    parser.add_argument("--jobs", type=int, default=0,
+                        help="runs at a time, of one thread each (0, the default: as many as cores are free)")
     parser.add_argument("--table", action="store_true", help="only print the table")
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)  # [seed, options] of one run
     args = parser.parse_args()
-    need(min(args.seeds, args.max_steps, args.jobs) >= 1,
-         "--seeds, --max_steps and --jobs must be at least 1.")
+    need(min(args.seeds, args.max_steps) >= 1, "--seeds and --max_steps must be at least 1.")
+    need(args.jobs >= 0, "--jobs must not be negative.")
     need(min(args.lr_factors) > 0, "--lr_factors must be above 0.")
     return args
 

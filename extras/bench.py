@@ -2,8 +2,9 @@
 How fast is it here? One command, one table, in Markdown.
 
     python extras/bench.py                         everything, three rounds: three quarters of an hour
+    python extras/bench.py --quick                 eight rows, idle and beside a busy process: nine minutes
     python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
-    python extras/bench.py --out bench.md          into a file as well
+    python extras/bench.py --out docs/bench.md     into a section of that file as well
 
 Each number is the median over rounds that take all rows in turn, each in a process of its own, so that a
 noisy machine disturbs them alike; compare rows of one run only. With the published package in the same
@@ -12,9 +13,12 @@ packages tokenizers or rustbpe, these are too. Peak memory is that of the whole 
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from support.runtime import keep_freed_memory, prepare_decoding, run_main
+from support.files import atomic_write
+from support.runtime import choose_threads, keep_freed_memory, prepare_decoding, run_main
 from support.settings import CommandLine, read_settings
 
 
@@ -33,40 +38,54 @@ def rows():
         for dtype in ("float32", "bfloat16"):
             for compiled in (False, True):
                 label = f"{name}, {dtype}" + (", compiled" if compiled else "")
-                yield "train", label, train, dict(name=name, dtype=dtype, compiled=compiled)
+                yield "train", label, dict(name=name, dtype=dtype, compiled=compiled)
     for compiled in (False, True):
         label = "nano, bfloat16, chunked loss" + (", compiled" if compiled else "")
-        yield "train", label, train, dict(name="nano", dtype="bfloat16", compiled=compiled, chunked=True)
+        yield "train", label, dict(name="nano", dtype="bfloat16", compiled=compiled, chunked=True)
     for name in ("nano", "baseline", "helix", "silia"):
         for dtype in ("float32", "bfloat16"):
             for compiled in (False, True):
                 label = f"{name}, {dtype}, batch 1" + (", compiled" if compiled else "")
-                yield "decode", label, decode, dict(name=name, dtype=dtype, batch=1, compiled=compiled)
+                yield "decode", label, dict(name=name, dtype=dtype, batch=1, compiled=compiled)
     for dtype in ("float32", "bfloat16"):
-        yield "decode", f"nano, {dtype}, batch 16", decode, dict(name="nano", dtype=dtype, batch=16)
-        yield "decode", f"nano, {dtype}, batch 1, the last 128 of 1,024", decode, dict(
+        yield "decode", f"nano, {dtype}, batch 16", dict(name="nano", dtype=dtype, batch=16)
+        yield "decode", f"nano, {dtype}, batch 1, the last 128 of 1,024", dict(
             name="nano", dtype=dtype, batch=1, before=880)
     for dtype in ("float32", "bfloat16"):
-        yield "prefill", f"nano, {dtype}, 512 tokens", prefill, dict(name="nano", dtype=dtype)
+        yield "prefill", f"nano, {dtype}, 512 tokens", dict(name="nano", dtype=dtype)
     if importlib.util.find_spec("wiola13m"):
         theirs = dict(name="published", dtype="float32")
-        yield "train", "published Nano (wiola13m), float32", train, theirs
-        yield "decode", "published Nano, float32, batch 1", decode, theirs | {"batch": 1}
-        yield "prefill", "published Nano, float32, 512 tokens", prefill, theirs
+        yield "train", "published Nano (wiola13m), float32", theirs
+        yield "decode", "published Nano, float32, batch 1", theirs | {"batch": 1}
+        yield "prefill", "published Nano, float32, 512 tokens", theirs
     for what in ("count chunks", "learn merges", "train", "encode", "tiktoken: encode",
                  "tiktoken: encode a batch"):
-        yield "prepare", what, prepare, dict(what=what)
+        yield "prepare", what, dict(what=what)
     for what in ("rustbpe: train", "tokenizers: train", "tokenizers: encode a batch"):
         if importlib.util.find_spec(what.split(":")[0]):
-            yield "prepare", what, prepare, dict(what=what)
+            yield "prepare", what, dict(what=what)
     for what in ("vectorised", "loop"):
-        yield "merge", what, merge, dict(what=what)
+        yield "merge", what, dict(what=what)
     for chunked in (False, True):
         label = "step of 8 x 1024 tokens, " + ("chunked loss" if chunked else "plain loss")
-        yield "memory", label, train, dict(name="nano", dtype="float32", T=1024, steps=1, chunked=chunked)
+        yield "memory", label, dict(name="nano", dtype="float32", T=1024, steps=1, chunked=chunked)
     for T in (512, 1024, 2048, 4096, 8192):
-        yield "memory", f"step of 1 x {T} tokens, chunked loss", train, dict(
+        yield "memory", f"step of 1 x {T} tokens, chunked loss", dict(
             name="nano", dtype="float32", B=1, T=T, steps=1, chunked=True)
+
+
+QUICK = [("train", "nano, float32"), ("train", "nano, bfloat16, chunked loss"),
+         ("train", "published Nano (wiola13m), float32"),
+         ("decode", "nano, float32, batch 1"), ("decode", "nano, float32, batch 1, compiled"),
+         ("decode", "nano, bfloat16, batch 1, compiled"), ("decode", "published Nano, float32, batch 1"),
+         ("prefill", "nano, float32, 512 tokens")]
+
+
+def quick_rows():
+    """The eight rows that matter (six without the published package), in fewer steps."""
+    for section, label, options in rows():
+        if (section, label) in QUICK:
+            yield section, label, options | ({"warm": 1, "steps": 3} if section == "train" else {})
 
 
 def build(name, context):
@@ -90,19 +109,20 @@ def build(name, context):
     return LanguageModel(config)
 
 
-def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False):
+def train(name, dtype, compiled=False, B=8, T=256, steps=4, chunked=False, warm=3):
     """Optimizer steps on random ids: tokens per second."""
     import torch
 
     if name != "published":
         keep_freed_memory()
+        choose_threads()
     model = build(name, T).train()
     model.chunked_loss = chunked
     forward = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     ids = torch.randint(0, model.config.vocab_size, (B, T + 1))
     seconds = []
-    for _ in range(3 + steps if steps > 1 else 1):
+    for _ in range(warm + steps if steps > 1 else 1):
         began = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             if name == "published":
@@ -123,7 +143,7 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
     import torch
 
     model = build(name, 1024).to(getattr(torch, dtype)).eval()
-    cache = None if name == "published" else prepare_decoding(model, compiled)
+    cache = None if name == "published" else prepare_decoding(model, "on" if compiled else "off")
     ids = torch.randint(0, model.config.vocab_size, (batch, before + 16))
 
     def generate(n):
@@ -145,12 +165,11 @@ def decode(name, dtype, batch, compiled=False, before=0, n=128):
 
 
 def prefill(name, dtype, T=512):
-    """Reading a prompt of 512 tokens, up to the logits of the last: milliseconds."""
+    """Reading a prompt of 512 tokens, up to the logits of the last, as sample.py does: milliseconds."""
     import torch
 
-    from model import Cache
-
     model = build(name, 1024).to(getattr(torch, dtype)).eval()
+    cache = None if name == "published" else prepare_decoding(model)
     ids, seconds = torch.randint(0, model.config.vocab_size, (1, T)), []
     with torch.no_grad():
         for _ in range(8):
@@ -158,7 +177,8 @@ def prefill(name, dtype, T=512):
             if name == "published":
                 model.lm_head(model.model(ids, use_cache=True).last_hidden_state[:, -1:])
             else:
-                model(ids, cache=Cache(1024), last_only=True)
+                cache.reset()
+                model(ids, cache=cache, last_only=True)
             seconds.append(time.perf_counter() - began)
     return 1000 * statistics.median(seconds[2:]), "ms"
 
@@ -243,42 +263,107 @@ def merge(what, B=8, T=1024, C=256):
     return 1000 * statistics.median(seconds), "ms"
 
 
+@contextlib.contextmanager
+def neighbour(busy):
+    """Have another process keep one core busy, or not."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+    try:
+        yield
+    finally:
+        if process:
+            process.kill()
+            process.wait()
+
+
+def measure(row):
+    """One row in a process of its own -> [value, unit, peak memory in bytes], or None if it failed."""
+    command = [sys.executable, __file__, "--row", json.dumps(row)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr.splitlines()[-1] if done.stderr else "failed", file=sys.stderr)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_here(section, label, options):
+    """Print what `measure` returns."""
+    import resource
+
+    value, unit = SECTIONS[section](**options)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps([value, unit, peak]))
+
+
+def show(found):
+    """Measurements of a row -> "median (lowest to highest) unit", or nothing if all failed."""
+    if not found:
+        return ""
+    values = sorted(value for value, _, _ in found)
+    numbers = [f"{x:,.{0 if x >= 100 else 1}f}" for x in (statistics.median(values), values[0], values[-1])]
+    spread = f" ({numbers[1]} to {numbers[2]})" if len(values) > 1 else ""
+    return f"{numbers[0]}{spread} {found[0][1]}"
+
+
+def table(chosen, conditions, results):
+    """Rows, names of columns, {(row number, column): measurements} -> lines of Markdown"""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "wiola13m", "transformers")
+                if importlib.util.find_spec(name)]
+    lines = [f"Medians (lowest to highest) on {os.cpu_count()} cores with {', '.join(versions)}.", "",
+             f"| what | which | {' | '.join(conditions)} | peak memory | rounds |",
+             "| --- | --- |" + " --- |" * (len(conditions) + 2)]
+    for i, (section, label, _) in enumerate(chosen):
+        found = [results[i, name] for name in conditions]
+        if any(found):
+            peak = max(peak for column in found for _, _, peak in column)
+            cells = [section, label, *map(show, found), f"{peak / 1e6:,.0f} MB", str(min(map(len, found)))]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def write_section(path, title, lines):
+    """Put lines under the heading `title` of a Markdown file, in place of what is there; the rest stays."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    parts = [part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE) if part]
+    section = "\n".join([f"## {title}", "", *lines, ""])
+    places = [n for n, part in enumerate(parts) if part.startswith(f"## {title}\n")]
+    if places:
+        parts[places[0]] = section
+    else:
+        parts.append(section)
+    with atomic_write(path) as file:
+        file.write("\n".join(part.rstrip("\n") + "\n" for part in parts).encode("utf-8"))
+
+
+SECTIONS = {"train": train, "decode": decode, "prefill": prefill, "prepare": prepare, "merge": merge,
+            "memory": train}
+
+
 def main():
     parser = CommandLine(description="How fast is it here?")
-    sections = ("train", "decode", "prefill", "prepare", "merge", "memory")
-    parser.add_argument("--only", choices=sections)
+    parser.add_argument("--only", choices=SECTIONS)
+    parser.add_argument("--quick", action="store_true", help="eight rows, idle and beside one busy process")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the table into this file, too")
-    parser.add_argument("--row", type=int, help=argparse.SUPPRESS)  # one measurement, in a process of its own
+    parser.add_argument("--out", type=Path, help="Markdown file; its section of this table is replaced")
+    parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)  # one measurement, in this process
     args = parser.parse_args()
-    table = list(rows())
-    if args.row is not None:
-        import resource
-
-        value, unit = table[args.row][2](**table[args.row][3])
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        print(json.dumps([value, unit, peak]))
+    if args.row:
+        measure_here(*args.row)
         return
-    chosen = [i for i, row in enumerate(table) if args.only in (None, row[0])]
-    results = {i: [] for i in chosen}
+    chosen = [row for row in (quick_rows() if args.quick else rows()) if args.only in (None, row[0])]
+    conditions = {"idle": False, "beside a busy process": True} if args.quick else {"result": False}
+    results = {(i, name): [] for i in range(len(chosen)) for name in conditions}
     for n in range(args.rounds):
-        for i in chosen:
-            print(f"round {n + 1}: {table[i][0]}, {table[i][1]}", file=sys.stderr)
-            done = subprocess.run([sys.executable, __file__, "--row", str(i)], capture_output=True, text=True)
-            if done.returncode:
-                print(done.stderr.splitlines()[-1] if done.stderr else "failed", file=sys.stderr)
-            else:
-                results[i].append(json.loads(done.stdout.splitlines()[-1]))
-    lines = [f"PyTorch on {os.cpu_count()} cores, median of {args.rounds}", "",
-             "| what | which | result | peak memory |", "| --- | --- | --- | --- |"]
-    for i, found in results.items():
-        if found:
-            value, peak = (statistics.median(row[k] for row in found) for k in (0, 2))
-            value = f"{value:,.{0 if value >= 100 else 1}f} {found[0][1]}"
-            lines.append(f"| {table[i][0]} | {table[i][1]} | {value} | {peak / 1e6:,.0f} MB |")
+        for name, busy in conditions.items():
+            with neighbour(busy):
+                for i, row in enumerate(chosen):
+                    print(f"round {n + 1}, {name}: {row[0]}, {row[1]}", file=sys.stderr)
+                    if found := measure(row):
+                        results[i, name].append(found)
+    lines = table(chosen, conditions, results)
     print("\n".join(lines))
     if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        title = "Quick" if args.quick else f"Section {args.only}" if args.only else "All rows"
+        write_section(args.out, title, lines)
 
 
 if __name__ == "__main__":

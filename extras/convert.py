@@ -363,8 +363,10 @@ def write_generation(options, tokenizer, sink, path):
 
 
 def chat_template(tokenizer, sink):
-    """What tokenizer_config.json needs for `apply_chat_template` to give the ids of encode_chat (a sink in front),
-    where the tokenizer has the tokens for it. There, the name of a special token in a content is that token."""
+    """What tokenizer_config.json has, so that apply_chat_template gives the ids of encode_chat, behind a sink.
+
+    There, other than here, the name of a special token in a content becomes that token.
+    """
     if None in chat_roles(tokenizer).values():
         return {}
     turn = ("{% if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('The roles are user and "

@@ -6,9 +6,9 @@ What has a model learned of the storybook? Exact answers, since the stories come
 
 Two tables: the loss by kind of token (grammar, names, animals, colours, things and places when they are first
 told and when they come back), with the floor of each; and of 300 stories that the model generates, the share
-that the grammar accepts, and the share in which names, animals and colours stay the same throughout. With --chat: the loss on the
-assistant's tokens and its floor, the share of questions that are answered rightly, and of 300 requests that name
-a hero, an animal and a colour, the share of the stories that have them.
+that the grammar accepts, and the share in which names, animals and colours stay the same throughout. With
+--chat: the loss on the assistant's tokens and its floor, the share of questions that are answered rightly, and of
+the stories told on 300 requests for a hero, an animal and a colour, the share that has them.
 
 Every story can be derived in one way only, and at every fork the text tells which way was taken. So to
 recognise a story is to generate it again, choosing at each fork what agrees with the text.
@@ -276,7 +276,7 @@ def has_word(text, word):
 
 @torch.no_grad()
 def answer(model, tokenizer, requests):
-    """The answer to each request, of likeliest tokens: all requests of the same length at once, without padding."""
+    """The answer to each request, of likeliest tokens. Requests of the same length at once: no padding."""
     end = tokenizer.specials["<|end|>"]
     start = start_ids(model.config, tokenizer)
     prompts = [start + encode_chat(tokenizer, [("user", text), ("assistant", None)]) for text in requests]
@@ -298,8 +298,8 @@ def answer(model, tokenizer, requests):
 
 
 def judge_requests(requests, stories):
-    """{what: share of the stories that have the word}, all three of them, and those that are as the grammar has
-    them, with all words that were asked for in their places, throughout."""
+    """{what: share of the stories that have the word asked for}, that have all three of them, and that the
+    grammar accepts, with all that was asked for in its place throughout."""
     counts = dict.fromkeys([*ASKED, "all three", "accepted"], 0)
     for (_, named), story in zip(requests, stories):
         used = [has_word(story, named[slot]) for slot in ASKED.values()]
@@ -314,7 +314,7 @@ def judge_requests(requests, stories):
 
 @torch.no_grad()
 def read_conversations(model, tokenizer, n, seed):
-    """Read n validation conversations -> (tokens of the assistant, nats, nats of the floor, questions, right).
+    """Read n validation conversations -> (the assistant's tokens, nats, nats of the floor, questions, right).
 
     An answer of likeliest tokens is right, word for word, if each token of the right one is the likeliest.
     Conversations longer than the context are left out.

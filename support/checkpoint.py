@@ -223,6 +223,10 @@ class Run:
                    if name not in ("resume", "init_from") and before[name] != value}
         print(f"resuming {self.last_path} after {self.start} steps"
               + "".join(f"; now {name}={value!r}" for name, value in changes.items()))
+        had, has = checkpoint.get("threads"), torch.get_num_threads()
+        if had not in (None, has):
+            print(f"it had {had} thread(s) and has {has} now, so numbers will differ in their last bits; "
+                  f"not with --threads={had}")
         if self.start < config.max_steps and {"data", "eval_tokens", "windows"} & changes.keys():
             self.best_val_loss = math.inf
             print("validation is another one from now on: the comparison for best.pt starts anew")
@@ -271,7 +275,11 @@ class Run:
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "model_config": asdict(self.model.config), "train_config": asdict(self.config),
+<<<<<<< HEAD
             "tokenizer": self.tokenizer_json, "chat": self.chat,
+=======
+            "tokenizer": self.tokenizer_json, "threads": torch.get_num_threads(),
+>>>>>>> main
         }
         for name in names:
             self.follow_folder()

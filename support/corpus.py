@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import requests
 from tqdm import tqdm
 
 import tokenizer as bpe
@@ -31,6 +30,7 @@ from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
 END = "<|endoftext|>"  # the default delimiter
+EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 byte_bar = partial(tqdm, unit="B", unit_scale=True, disable=None)  # a progress bar, on a terminal only
 
 
@@ -56,7 +56,7 @@ def check_arguments(args, storybooks):
          f"--vocab_size goes from {least} (the bytes and the special tokens) to 65536 (16-bit ids).")
     need(args.workers >= 1, "--workers must be at least 1.")
     if args.name == "storybook_chat" or any(map(is_chat, args.input or [])):
-        need(not args.munch, "Conversations need <|user|> and <|assistant|>, which --munch has not: leave it out.")
+        need(not args.munch, "Conversations need <|user|> and <|assistant|>, which --munch does not have.")
         need(args.delimiter == END, "A --delimiter is for plain text; in .jsonl a line is a conversation.")
 
 
@@ -74,9 +74,9 @@ def check_files(paths):
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
         need(not re.search(r"\.(json|ndjson)(\.gz)?$", str(path).lower()),
              f"{path} is JSON; plain text is expected, the documents separated by the --delimiter, or "
-             'conversations in a .jsonl, each a line like {"messages": [{"role": "user", "content": "Hi"}, ...]}.')
+             f"conversations in a .jsonl, each a line like {EXAMPLE}.")
         need(is_chat(path) == is_chat(paths[0]),
-             f"{path} and {paths[0]} do not go together: conversations (.jsonl) and plain text need a --name each.")
+             f"{path} and {paths[0]} do not go together: conversations (.jsonl) need a --name of their own.")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ def read_lines(path, bar):
 def read_conversations(paths, label):
     """Yield the conversations of several files as (text, True), where chat_turns(text) has the turns.
 
-    The text is that of the line, but for spaces, the order of keys and other keys than role and content: lines
-    that differ in these alone are equal. ValueError with the number of a line that is no conversation.
+    Of a line, the text keeps no spaces, no order of keys, and no keys but role and content: lines that differ
+    in these alone are equal documents. ValueError with the number of a line that is no conversation.
     """
     with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
@@ -204,22 +204,23 @@ def read_conversations(paths, label):
 
 
 def check_messages(line, where):
-    """A line of a .jsonl -> [{"role": ..., "content": ...}, ...], or ValueError, which begins with `where`."""
-    example = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
+    """A line of a .jsonl -> [{"role": ..., "content": ...}, ...], or ValueError that begins with `where`."""
     try:
         conversation = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError(f"{where}, is not JSON; expected is a line like {example}.") from None
+        raise ValueError(f"{where}, is not JSON; expected is a line like {EXAMPLE}.") from None
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     need(messages and isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
-         f'{where}, has no list of "messages"; expected is a line like {example}, or text '
+         f'{where}, has no list of "messages"; expected is a line like {EXAMPLE}, or text '
          "in a file of another name, the documents separated by the --delimiter.")
     before = None
     for message in messages:
         for key in ("role", "content"):
-            need(key in message, f'{where}, has a message without "{key}"; expected is a line like {example}.')
+            need(key in message,
+                 f'{where}, has a message without "{key}"; expected is a line like {EXAMPLE}.')
         role = message["role"]
-        need(role in ("user", "assistant"), f"{where}, has the role {str(role)[:40]!r}; the roles are user and assistant.")
+        need(role in ("user", "assistant"),
+             f"{where}, has the role {str(role)[:40]!r}; the roles are user and assistant.")
         need(role != before, f"{where}, has two turns of the {role} in a row: join them, or leave one out.")
         need(isinstance(message["content"], str), f"{where}, has a content that is no text.")
         before = role
@@ -374,6 +375,8 @@ def download(url, path, size=None):
     A broken download goes on where it stopped, if the server still has the same file (PATH.part.etag says
     which one the part is of). ValueError if it fails TRIES times in a row or has not `size` bytes at last.
     """
+    import requests  # needed here only, and slow to import
+
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not has_size(path, size):  # put there by hand; it stays until we have a whole one
         print(f"{path} has {file_size(path):,} bytes and not {size:,}: downloading it anew.")
@@ -404,6 +407,8 @@ def download(url, path, size=None):
 
 def receive(url, part, etag_file):
     """Make one request and put what comes into `part` -> None if that is the whole file now, or a problem."""
+    import requests
+
     old_etag = etag_file.read_text("utf-8") if etag_file.exists() else ""
     have = file_size(part) if old_etag else 0
     wanted = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
@@ -461,8 +466,8 @@ def open_data(name, model_config):
     need(max(ids.max() for ids in splits) < tokenizer.vocab_size,
          f"the data in {folder} has ids that its tokenizer does not know.")
     assistant = tokenizer.specials.get("<|assistant|>")
-    parts = (splits[0][i : i + BLOCK] for i in range(0, len(splits[0]), BLOCK))  # in a chat, the first will do
-    meta["chat"] = any((part == assistant).any() for part in parts)
+    starts = range(0, len(splits[0]), BLOCK)  # in a chat, the first block tells
+    meta["chat"] = any((splits[0][start : start + BLOCK] == assistant).any() for start in starts)
     return splits, tokenizer, meta
 
 

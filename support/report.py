@@ -141,8 +141,14 @@ def print_plan(config, model, meta, device, dtype, n_val, roles=None):
     whose = "of the assistant " if roles else ""
     costs = budget(model)
     n = sum(costs["parameters"].values())
+<<<<<<< HEAD
     print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} {whose}to validate on")
     print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}")
+=======
+    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
+    threads = f" with {torch.get_num_threads()} thread(s)" if device.type == "cpu" else ""
+    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}{threads}")
+>>>>>>> main
     print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
           f"{config.max_steps:,} steps are {config.max_steps * per_step / n_train:.2f} epochs")
     print(f"parameters  {n:,}")
@@ -170,8 +176,8 @@ def evaluation_line(row, meta, n_val, roles=None):
     tokens, floor = ("assistant_tokens", "assistant_token") if roles else ("tokens", "token")
     floor = meta["val"].get(f"floor_nats_per_{floor}")
     counted = f" (on {n_val:,} tokens of the assistant)" if roles else ""
-    line = (f"step {row['step']}: {train_loss}val {loss:.4f}{counted}, perplexity {math.exp(min(loss, 700)):.4g}, "
-            f"{row['bits_per_byte']:.4f} bits per byte")
+    line = (f"step {row['step']}: {train_loss}val {loss:.4f}{counted}, perplexity "
+            f"{math.exp(min(loss, 700)):.4g}, {row['bits_per_byte']:.4f} bits per byte")
     if floor is not None and n_val == meta["val"][tokens]:
         line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"
     return line

@@ -1,5 +1,5 @@
 """
-Device and dtype, compilation, memory, signals, the ends of scripts.
+Device and dtype, threads, compilation, memory, signals, the ends of scripts.
 
 PyTorch takes seconds to import, so only the functions that need it do: `run_main` serves scripts that answer
 --help at once.
@@ -7,12 +7,18 @@ PyTorch takes seconds to import, so only the functions that need it do: `run_mai
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
+import statistics
 import sys
+import time
+from pathlib import Path
 
 from support import need
+
+COMPILING_SECONDS = 20  # what compiling a model for decoding takes on two idle cores, about
 
 
 def choose_device(device, dtype):
@@ -45,6 +51,60 @@ def choose_device(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
+def choose_threads(wanted=0):
+    """Have PyTorch compute with so many threads; 0: OMP_NUM_THREADS if it is set, else the free cores.
+
+    A thread that has no core to itself makes all others wait at each of the thousand places in a step where
+    they meet: beside one busy process, two threads on two cores train at half the speed of one.
+    """
+    import torch
+
+    cores = os.cpu_count() or 1
+    need(0 <= wanted <= cores, f"threads={wanted} must lie between 0 and {cores}, the cores of this machine.")
+    if not wanted and os.environ.get("OMP_NUM_THREADS"):
+        return
+    torch.set_num_threads(wanted or min(torch.get_num_threads(), free_cores()))
+
+
+def free_cores():
+    """Return how many cores this process may use that no other keeps busy just now, at least 1.
+
+    It may use those of its affinity, and of a container's quota.
+    """
+    cores = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, int(min(allowed, core_quota(), round(cores - busy_cores(cores)))))
+
+
+def busy_cores(cores):
+    """Return how many of the cores are busy: for a third of a second or, where there is no /proc/stat, on
+    average in the last minute."""
+    try:
+        before = processor_times()
+        time.sleep(0.3)
+        spent = [after - b for b, after in zip(before, processor_times())]
+        return cores * (1 - (spent[3] + spent[4]) / max(1, sum(spent)))  # idle, waiting for a disk
+    except OSError:
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+
+
+def processor_times():
+    """Return what all cores have done since the start, in ticks: user, nice, system, idle, iowait, ..."""
+    words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    return [int(word) for word in words[1:9]]  # guests, which come after, are in user and nice already
+
+
+def core_quota(folder="/sys/fs/cgroup"):
+    """Return how many cores' time a container may use (cgroups, version 2 or 1), which sees them all."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            texts = [Path(folder, name).read_text(encoding="ascii") for name in names]
+            quota, period = map(int, " ".join(texts).split())
+            if quota > 0:  # -1 is none
+                return quota / period
+    return math.inf
+
+
 def keep_freed_memory():
     """Have Linux's malloc keep what a step frees for the next one.
 
@@ -60,9 +120,11 @@ def keep_freed_memory():
 
 
 @contextlib.contextmanager
-def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP"), say=b"\nstopping after this step; again to quit at once\n"):
-    """Yield a list that the first of these signals (Ctrl-C, a polite kill, a closed terminal) only appends to; a
-    second one acts at once. On the first, `say` is printed on stderr.
+def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP"),
+                  say=b"\nstopping after this step; again to quit at once\n"):
+    """Yield a list that the first Ctrl-C (or kill) only appends to; a second one acts at once.
+
+    names are those of the signals: Ctrl-C, a polite kill, a closed terminal. `say` goes to stderr.
 
     A closed terminal says so twice, so that is never more than noted. A signal that is ignored stays ignored:
     so nohup, and the shell for what it runs in the background, protect a process.
@@ -116,11 +178,15 @@ def compile_training(model, config, device, autocast, batch):
         model.zero_grad(set_to_none=True)
 
 
-def head_by_columns(model):
-    """Lay the head's matrix out column by column: the same numbers, but a CPU, which in decoding multiplies
-    them by one vector for each token, reads them two to four times as fast in float32."""
-    weight = model.head_weight
-    weight.data = weight.data.t().contiguous().t()
+def lay_out_by_columns(model):
+    """Lay out column by column the head's matrix and those that are not wider than high: the same numbers,
+    but a CPU, which in decoding multiplies them by one vector for each token, reads them up to twice as fast
+    in float32."""
+    import torch
+
+    for weight in {model.head_weight, *(m.weight for m in model.modules() if isinstance(m, torch.nn.Linear))}:
+        if weight.size(0) >= weight.size(1):
+            weight.data = weight.data.t().contiguous().t()
 
 
 def compile_decoding(model, cache):
@@ -144,13 +210,78 @@ def compile_decoding(model, cache):
         start = torch.zeros(1, 3, dtype=torch.long, device=model.embedding.weight.device)
         for _ in model.generate(start, 3, cache=cache):
             pass
-        cache.reset()
     except Exception as error:  # whatever it is that compilers need
+        model.forward = plain
         raise ValueError(f"--compile failed: {first_line(error)}") from None
+    finally:
+        cache.reset()
 
 
-def prepare_decoding(model, compiled=False):
-    """Make a model quick at decoding on its device, compiled or not -> a Cache to decode with."""
+def compile_if_it_pays(model, cache, n_tokens):
+    """Compile if decoding n_tokens would take so long that half of it is more than compiling takes.
+
+    It says so, and that it failed, on stderr. Return whether the model is compiled now.
+    """
+    seconds = n_tokens * seconds_per_token(model, cache)
+    if seconds / 2 < COMPILING_SECONDS:
+        return False
+    print(f"[up to {n_tokens:,} tokens would take {seconds:.0f} s: compiling first, for about "
+          f"{COMPILING_SECONDS} s, which halves that; not with --compile=off]", file=sys.stderr)
+    try:
+        compile_decoding(model, cache)
+    except ValueError as error:
+        print(f"[{error}; going on without]", file=sys.stderr)
+        return False
+    return True
+
+
+def choose_decoding_threads(model, cache, wanted=0):
+    """Have a CPU decode with so many threads; 0: OMP_NUM_THREADS, or 1 unless more are clearly faster.
+
+    All threads work on one token and meet in each of its matrix products, so for a small model more than one
+    bring nothing, and beside another busy process they lose much. A few tokens decide. A prompt is read by
+    the threads of all free cores.
+    """
+    import torch
+
+    if wanted or os.environ.get("OMP_NUM_THREADS"):
+        choose_threads(wanted)
+        return
+    most, threads = min(torch.get_num_threads(), free_cores()), 1
+    torch.set_num_threads(1)
+    seconds = seconds_per_token(model, cache)
+    while threads < most:
+        more = min(2 * threads, most)
+        torch.set_num_threads(more)
+        faster = seconds_per_token(model, cache)
+        if faster > 0.8 * seconds:
+            torch.set_num_threads(threads)
+            break
+        threads, seconds = more, faster
+    if threads < most:
+        model.register_forward_pre_hook(
+            lambda model, inputs: torch.set_num_threads(threads if inputs[0].size(1) == 1 else most))
+
+
+def seconds_per_token(model, cache):
+    """Decode four tokens and forget them -> the median of the last three's times."""
+    import torch
+
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    clock = []
+    for token in model.generate(start, 4, temperature=0, cache=cache):
+        token.item()  # a GPU has finished
+        clock.append(time.perf_counter())
+    cache.reset()
+    return statistics.median(after - before for before, after in zip(clock, clock[1:]))
+
+
+def prepare_decoding(model, compile="off", threads=0, n_tokens=0):
+    """Make a model quick at decoding on its device -> a Cache to decode with.
+
+    compile  on, off, or auto: if it pays for n_tokens
+    threads  see `choose_decoding_threads`
+    """
     import torch
 
     from model import Cache
@@ -158,10 +289,15 @@ def prepare_decoding(model, compiled=False):
     weight = model.embedding.weight
     # One row more than is used: a buffer filled to the brim is another kind of tensor to the compiler.
     cache = Cache(model.config.context + 1, torch.float32 if weight.is_cpu else None)
+    if weight.is_cpu:
+        choose_decoding_threads(model, cache, threads)
+    compiled = compile == "on"
     if compiled:
         compile_decoding(model, cache)
-    elif weight.is_cpu and weight.dtype == torch.float32:
-        head_by_columns(model)
+    elif compile == "auto" and not weight.is_mps:
+        compiled = compile_if_it_pays(model, cache, n_tokens)
+    if not compiled and weight.is_cpu and weight.dtype == torch.float32:
+        lay_out_by_columns(model)
     return cache
 
 
@@ -180,7 +316,7 @@ def open_model(path, device, dtype, chat=False):
         advice = "python train.py config/chat.py makes a model to talk to."
         missing = [name for name, id in chat_roles(tokenizer).items() if id is None]
         need(not missing, f"the tokenizer of {path} has no {' and no '.join(missing)}: {advice}")
-        learned = checkpoint.get("chat", not checkpoint["train_config"])  # of an imported one nothing is known
+        learned = checkpoint.get("chat", not checkpoint["train_config"])  # of one imported nothing is known
         need(learned, f"{path} was trained on plain text, without <|user|> and <|assistant|>: {advice}")
     model = load_model(checkpoint).to(device, dtype).eval()
     need(tokenizer.vocab_size <= model.config.vocab_size,

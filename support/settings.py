@@ -5,21 +5,24 @@ Settings: the fields of dataclasses, filled by a file of plain assignments and t
 
 `read_settings` is all that train.py needs. A name that no dataclass has is an error that suggests the nearest
 one, in the file as on the command line; values are checked against the field's type. `--help` reads the
-meaning of each field from the comment behind it, so that it is written once, where the field is. The scripts
-with a few options of their own use `CommandLine`.
+meaning of each field from the comment behind it, so that it is written once, where the field is. `outlines`
+are the dataclasses of a file that takes seconds to import. The scripts with a few options of their own use
+`CommandLine`.
 """
 
 import argparse
 import ast
 import difflib
 import inspect
+import os
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 
 from support import need
 
+TYPES = {"bool": bool, "int": int, "float": float, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -53,6 +56,29 @@ def read_settings(arguments, *classes):
         print(help_text(classes, values))
         sys.exit(0)
     return file, [cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for cls in classes]
+
+
+def answer_early(*names):
+    """Answer --help and refuse what is misspelt, before the files that have the settings can be imported.
+
+    Not under torchrun: one of the processes is to answer, and they do not know each other yet.
+    """
+    if "RANK" not in os.environ:
+        read_settings(sys.argv[1:], *outlines(*names))
+
+
+def outlines(*names):
+    """Return the dataclasses in the repository's files of these names: their fields; nothing is imported."""
+    found = []
+    texts = [(Path(__file__).parent.parent / name).read_text(encoding="utf-8") for name in names]
+    for text, node in [(text, node) for text in texts for node in ast.parse(text).body]:
+        if isinstance(node, ast.ClassDef) and "dataclass" in [ast.unparse(d) for d in node.decorator_list]:
+            lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+            values = [(line.target.id, TYPES[line.annotation.id], ast.literal_eval(line.value))
+                      for line in lines]
+            facts = {"__doc__": ast.get_docstring(node), "source": ast.get_source_segment(text, node)}
+            found.append(make_dataclass(node.name, values, namespace=facts))
+    return found
 
 
 def split_command_line(arguments, known):
@@ -158,7 +184,8 @@ def help_text(classes, values):
     """The text of --help: each field's name, type, present value, and the comment behind it in the source."""
     lines = [f"usage: python {Path(sys.argv[0]).name} [CONFIG_FILE] [--key=value | --key value | --flag] ..."]
     for cls in classes:
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), flags=re.MULTILINE))
+        source = getattr(cls, "source", None) or inspect.getsource(cls)  # an outline has it with it
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, flags=re.MULTILINE))
         lines += ["", f"{cls.__name__}: {inspect.getdoc(cls).splitlines()[0]}"]
         for field in fields(cls):
             value = values.get(field.name, field.default)

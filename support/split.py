@@ -36,8 +36,8 @@ def choose_rule(numbered_pieces, cut=True):
     size = sum(sizes)
     need(size, "There is no text in the input.")
     hundredths = choose_hundredths(sizes)
-    need(hundredths or cut, "These conversations are too few, or too uneven, to set some aside for validation: "
-                            "give more of them, or a --val_input.")
+    need(hundredths or cut, "These conversations are too few, or too uneven, to set some aside for "
+                            "validation: give more of them, or a --val_input.")
     if not cut or hundredths and 2 * sum(n_bytes for n_bytes in longest.values() if n_bytes > LONG) < size:
         return Rule(hundredths, {})
     need(longest, "The input is a few short texts over and over, so none is left for validation; give more "

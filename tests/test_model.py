@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import (PARTS, Cache, HydraAttention, LanguageModel, ModelConfig, NoCache, apply_rotary,
                    attention_by_hand, causal_attention, running_mean, sample_token)
@@ -345,6 +346,39 @@ def test_rotary_tables_are_never_in_half_precision():
     assert half.rotary(40, 3)[0].dtype == torch.float32
     assert (half.rotary(40, 3)[0] - exact.rotary(40, 3)[0]).abs().max() < 1e-7
     assert not [name for name in exact.state_dict() if "cos" in name or "rotary" in name]
+
+
+@pytest.mark.parametrize("position", PARTS["position"])
+def test_decoding_looks_the_rotary_tables_up(position):
+    """Guards against angles that are computed in float64 anew for every token; the rows must be the same."""
+    model, cache = make(position=position).float(), Cache(48)
+    for start in (0, 5, 6, 47):
+        cache.length = start
+        for found, computed in zip(cache.rotary(model.rotary, 1), model.rotary(start, 1), strict=True):
+            assert torch.equal(found, computed)
+    model.rotary = None  # from now on
+    model(ids(1, 1), cache=cache)
+
+
+def test_a_token_of_nano_takes_few_operator_calls():
+    """It took 597, and entered autocast in each layer; what is left are kernels and views that they need."""
+    counted, cache = Calls(), Cache(1024)
+    model = LanguageModel(ModelConfig(vocab_size=64, d_model=32, d_ff=32)).eval()  # narrow, but of six layers
+    with torch.no_grad():
+        model(ids(1, 9), cache=cache, last_only=True)
+        with counted:
+            model(ids(1, 1), cache=cache, last_only=True)
+    assert counted.n <= 532
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of operators."""
+
+    n = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.n += 1
+        return operator(*args, **kwargs or {})
 
 
 def test_without_the_gate_gated_spiral_attention_is_plain_attention():

@@ -17,7 +17,8 @@ import tokenizer as tokenizers
 from model import Cache, LanguageModel, ModelConfig, sample_token
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
-from support.runtime import compile_decoding, run_main
+from support import runtime
+from support.runtime import compile_decoding, prepare_decoding, run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -352,10 +353,49 @@ def test_compiled_decoding_gives_the_same_logits(caplog):
     assert not (plain == compiled).all()  # it has been compiled: not the very same roundings
 
 
+def test_matrices_laid_out_for_decoding_give_the_same_logits():
+    """The head and the matrices that lead up, for one token and for many; in float32, to rounding."""
+    model, idx = test_model.make().eval().float(), test_model.ids(2, 20)
+    before = model(idx)[0]
+    cache = prepare_decoding(model)
+    after = torch.cat([model(idx[:, :19], cache=cache)[0], model(idx[:, 19:], cache=cache)[0]], dim=1)
+    assert (before - after).abs().max() < 1e-5 * before.abs().max()
+    block = model.blocks[0]
+    up = (model.head_weight, block.mixer.qkv.weight, block.mixer.out.weight, block.ffn.up.weight)
+    assert [w.t().is_contiguous() for w in (*up, block.ffn.down.weight)] == [True] * 4 + [False]
+
+
 def test_a_failing_compiler_is_one_sentence(here, run, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *args, **options: lambda *args, **options: 1 / 0)
     code, out, err = run("--compile", "--prompt", "The frog")
     assert "--compile failed: division by zero" in str(code) and not out
+
+
+@pytest.mark.parametrize("words, seconds, compiles", [
+    (["--max_new_tokens=9000"], 0.005, True), (["--max_new_tokens=7000"], 0.005, False),
+    (["--max_new_tokens=90", "--num_samples=100"], 0.005, True), (["--max_new_tokens=9000"], 0.001, False),
+    (["--chat", "--max_new_tokens=900"], 0.005, True), (["--compile=off", "--max_new_tokens=9000"], 9, False),
+])
+def test_it_compiles_by_itself_when_that_pays(here, run, monkeypatch, words, seconds, compiles):
+    """If half the time of what is to be written is more than the 20 s of compiling. It is told, on stderr."""
+    calls = []
+    write_checkpoint(Path("out/run/ckpt.pt"))
+    monkeypatch.setattr(runtime, "seconds_per_token", lambda model, cache: seconds)
+    monkeypatch.setattr(runtime, "compile_decoding", lambda model, cache: calls.append(model))
+    monkeypatch.setattr(LanguageModel, "generate", lambda *args, **options: iter(()))
+    monkeypatch.setattr(sample, "chat", lambda *args: [])
+    code, out, err = run("--no_stop", *words)
+    assert code is None and len(calls) == compiles and ("compiling first, for about 20 s" in err) == compiles
+
+
+def test_without_a_compiler_long_texts_come_all_the_same(here, run, monkeypatch):
+    """And the same ones. Unasked, it compiles nothing that it cannot, and that is no error."""
+    words = "--prompt", "The frog", "--max_new_tokens=20", "--no_stop"
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: lambda *args, **options: 1 / 0)
+    _, plain, _ = run(*words)
+    monkeypatch.setattr(runtime, "seconds_per_token", lambda model, cache: 9.0)
+    code, out, err = run(*words)
+    assert code is None and out == plain and "[--compile failed: division by zero; going on without]" in err
 
 
 def test_help_and_misspelt_options_need_no_torch(here):
@@ -364,6 +404,18 @@ def test_help_and_misspelt_options_need_no_torch(here):
         done = subprocess.run([sys.executable, "-c", slow, word], capture_output=True, encoding="utf-8",
                               env=os.environ | {"PYTHONPATH": str(ROOT)})
         assert done.returncode == code and done.stderr.count("\n") == code and "Traceback" not in done.stderr
+
+
+def test_decoding_imports_no_compiler():
+    """Guards against imports that take as long as PyTorch itself, and want a writable temporary folder."""
+    code = """if True:
+        import sys, torch, sample
+        from model import LanguageModel, ModelConfig
+        from support.runtime import open_model, prepare_decoding
+        model = LanguageModel(ModelConfig(vocab_size=16, d_model=8, n_head=2, d_ff=8)).eval()
+        list(model.generate(torch.zeros(1, 3, dtype=torch.long), 3, cache=prepare_decoding(model)))
+        print(*{"torch._dynamo", "sympy", "requests"} & set(sys.modules))"""
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).split() == []
 
 
 def raises(error):

@@ -22,7 +22,7 @@ import sample
 import storybook
 import train
 from model import LanguageModel, ModelConfig
-from support import checkpoint as checkpoint_module
+from support import checkpoint as checkpoint_module, settings
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.corpus import open_data
 from support.report import LOG_COLUMNS, Log, Progress, read_log
@@ -552,6 +552,21 @@ def test_temporary_files_of_killed_runs_are_cleared(here, monkeypatch):
         assert sorted(path.name for path in Path("out", folder).iterdir()) == names
 
 
+def test_another_number_of_threads_is_told(here, monkeypatch, capsys):
+    """Sums are taken in another order then, so that no resume can be exact."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    try:
+        run(monkeypatch, "--max_steps=1", "--threads=3")
+        assert "device      cpu, computing in float32 with 3 thread(s)\n" in capsys.readouterr().out
+        run(monkeypatch, "--max_steps=2", "--threads=3", "--resume")
+        assert "last bits" not in capsys.readouterr().out
+        run(monkeypatch, "--max_steps=3", "--threads=2", "--resume")
+        assert "it had 3 thread(s) and has 2 now, so numbers will" in capsys.readouterr().out
+        assert load()["threads"] == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_new_run_keeps_the_earlier_one(here, monkeypatch, capsys):
     for steps in (1, 2, 3):
         assert run(monkeypatch, f"--max_steps={steps}") is None
@@ -968,6 +983,28 @@ def test_data_that_does_not_match_is_refused(here, monkeypatch):
         (folder / "meta.json").write_text(json.dumps(broken), encoding="utf-8")
         assert "damaged" in run(monkeypatch)
     assert not Path("out").exists()
+
+
+def test_help_and_misspelt_settings_need_no_torch(capsys):
+    """They are answered from the outlines of the two dataclasses, and with the very same words."""
+    code = """if True:
+        import runpy, sys
+        sys.modules["torch"] = None
+        for word in ("--help", "--batchsize=1", "--lr=fast", "config/nanno.py"):
+            sys.argv = ["train.py", word]
+            try:
+                runpy.run_path("train.py", run_name="__main__")
+            except SystemExit as end:
+                print(end)"""
+    told = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        settings.read_settings(["--help"], train.TrainConfig, ModelConfig)
+    words = capsys.readouterr().out.split("\n", 1)[1]  # the first line has the script's name
+    assert told.split("\n", 1)[1] == words + """0
+error: unknown setting --batchsize; did you mean --batch_size?
+error: --lr takes a value of type float, not 'fast'.
+error: there is no config file config/nanno.py; did you mean config/nano.py?
+"""
 
 
 def test_a_user_error_is_one_line_and_exit_code_1(here, monkeypatch):

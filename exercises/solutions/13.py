@@ -1,13 +1,15 @@
 """Exercise 13: whose words count.
 
-In the end both know the assistant's letters, a loss below 0.01: the user's have nothing to teach about them. What the
-second has learned besides is to be the user: on letters drawn at random its loss is ln 8 = 2.08, all that there is to
-know, and that of the first 10.9, for it was never asked. The price is time, since the gradient of four letters that
-nobody can foretell is noise. On the assistant's tokens, of three seeds:
+In the end both know the assistant's letters, with a loss below 0.01: the user's have nothing to teach about
+them. What the second has learned besides is to be the user: on letters drawn at random its loss is ln 8 = 2.08,
+all that there is to know, and that of the first 10.9, for it was never asked. The price is time, since the
+gradient of letters that nobody can foretell is noise. The loss on the assistant's tokens, with three seeds:
 
-    steps    the assistant's alone    all tokens
-    60       0.012, 0.002, 0.005      1.52, 1.67, 1.67 (who has learned nothing but the marks has 4/5 ln 8 = 1.66)
-    100      0.001, 0.001, 0.001      0.31, 1.35, 1.67
+    steps    trained on these alone    on all tokens
+    60       0.012, 0.002, 0.005       1.52, 1.67, 1.67
+    100      0.001, 0.001, 0.001       0.31, 1.35, 1.67
+
+(Who has learned nothing but the marks has 4/5 ln 8 = 1.66.)
 
     python exercises/check.py 13 exercises/solutions/13.py
 """
