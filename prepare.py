@@ -213,9 +213,10 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The sources. A corpus is a class with four members: `source` says in meta.json where the text is from; `chat`
-# tells conversations from plain text; pieces(split, label) gives a fresh stream of a split's pieces, the label
-# being for the progress bar; and split(), once these are read, says for meta.json how they were told apart.
+# The sources. A corpus is a class with four members: `source` says in meta.json where the text is from,
+# `chat` tells conversations from plain text, pieces(split, label) gives a fresh stream of a split's pieces
+# (the label is for the progress bar), and split(), once these are read, says for meta.json how
+# they were told apart.
 
 
 class TextFiles:

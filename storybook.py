@@ -339,7 +339,7 @@ def stories(n, seed):
 
 
 def conversations(n, seed):
-    """n conversations as (turns, the user's first; log_prob; that of the assistant's turns, given the user's).
+    """n conversations as (turns, the user's first; log_prob; that of the assistant's turns alone).
     The mean of the last over the tokens of these turns is, but for its sign, the lowest loss on them."""
     for i in range(n):
         talker = Talker(random.Random(seed << 32 | i)).tell(TALK)

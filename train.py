@@ -112,10 +112,10 @@ class TrainConfig:
 def get_batch(ids, step, config, context, sink=None, end_of_text=None, roles=None):
     """Return the windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context).
 
-    sink is a token id, or None: it takes the place of the first input, and the targets stay. With roles, only
-    the assistant's targets count (see there). With
+    sink is a token id, or None: it takes the place of the first input, and the targets stay. With
     windows="documents" a window begins where the document that was drawn does, after `end_of_text`: what a
-    name refers to then stands in the same window, which is what teaches a model to look back.
+    name refers to then stands in the same window, which is what teaches a model to look back. With roles,
+    only the assistant's tokens count as targets.
     """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
@@ -208,9 +208,9 @@ def document_windows(ids, end_of_text, context):
 def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", roles=None):
     """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
 
-    With roles, it is the loss on the assistant's tokens (see assistant_targets).
     With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
     model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
+    With roles, only the assistant's tokens count.
     """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text

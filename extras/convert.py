@@ -363,7 +363,7 @@ def write_generation(options, tokenizer, sink, path):
 
 
 def chat_template(tokenizer, sink):
-    """What tokenizer_config.json has, so that apply_chat_template gives the ids of encode_chat, behind a sink.
+    """What tokenizer_config.json has, so that apply_chat_template gives encode_chat's ids, behind a sink.
 
     There, other than here, the name of a special token in a content becomes that token.
     """

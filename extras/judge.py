@@ -7,7 +7,7 @@ What has a model learned of the storybook? Exact answers, since the stories come
 Two tables: the loss by kind of token (grammar, names, animals, colours, things and places when they are first
 told and when they come back), with the floor of each; and of 300 stories that the model generates, the share
 that the grammar accepts, and the share in which names, animals and colours stay the same throughout. With
---chat: the loss on the assistant's tokens and its floor, the share of questions that are answered rightly, and of
+--chat: the loss on the assistant's tokens and its floor, the share of questions answered rightly, and of
 the stories told on 300 requests for a hero, an animal and a colour, the share that has them.
 
 Every story can be derived in one way only, and at every fork the text tells which way was taken. So to

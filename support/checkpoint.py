@@ -227,7 +227,8 @@ class Run:
         if had not in (None, has):
             print(f"it had {had} thread(s) and has {has} now, so numbers will differ in their last bits; "
                   f"not with --threads={had}")
-        if self.start < config.max_steps and {"data", "eval_tokens", "windows"} & changes.keys():
+        validation = {"data", "eval_tokens", "windows", "assistant_only"}
+        if self.start < config.max_steps and validation & changes.keys():
             self.best_val_loss = math.inf
             print("validation is another one from now on: the comparison for best.pt starts anew")
 
@@ -275,11 +276,7 @@ class Run:
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "model_config": asdict(self.model.config), "train_config": asdict(self.config),
-<<<<<<< HEAD
-            "tokenizer": self.tokenizer_json, "chat": self.chat,
-=======
-            "tokenizer": self.tokenizer_json, "threads": torch.get_num_threads(),
->>>>>>> main
+            "tokenizer": self.tokenizer_json, "chat": self.chat, "threads": torch.get_num_threads(),
         }
         for name in names:
             self.follow_folder()

@@ -141,14 +141,9 @@ def print_plan(config, model, meta, device, dtype, n_val, roles=None):
     whose = "of the assistant " if roles else ""
     costs = budget(model)
     n = sum(costs["parameters"].values())
-<<<<<<< HEAD
     print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} {whose}to validate on")
-    print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}")
-=======
-    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
     threads = f" with {torch.get_num_threads()} thread(s)" if device.type == "cpu" else ""
     print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}{threads}")
->>>>>>> main
     print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
           f"{config.max_steps:,} steps are {config.max_steps * per_step / n_train:.2f} epochs")
     print(f"parameters  {n:,}")

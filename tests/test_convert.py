@@ -356,21 +356,24 @@ def test_export_then_import_changes_nothing(run, tokenizer, name):
 
 @pytest.mark.parametrize("sink", ["", "<|actor|>"])
 def test_the_chat_template_gives_the_ids_of_encode_chat(run, tokenizer, sink):
-    """Rendered by Jinja, which comes with PyTorch, with the settings of transformers; see apply_chat_template."""
-    environment = pytest.importorskip("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    """Rendered by Jinja, which comes with PyTorch, with the settings of transformers."""
+    jinja = pytest.importorskip("jinja2.sandbox").ImmutableSandboxedEnvironment
+    environment = jinja(trim_blocks=True, lstrip_blocks=True)
     model = make(SMALL)
     model.config.sink_token = sink
     save(model, "a.pt", tokenizer)
     run(convert, "export", "a.pt", "folder")
     file = json.loads(Path("folder/tokenizer_config.json").read_text(encoding="utf-8"))
     template = environment.from_string(file["chat_template"])
-    turns = [("user", " The frog\n"), ("assistant", "saw {{ a }} big {% red %}"), ("user", ""), ("assistant", "  ball\n\n")]
+    turns = [("user", " The frog\n"), ("assistant", "saw {{ a }} big {% red %}"), ("user", ""),
+             ("assistant", "  ball\n\n")]
     for n in range(1, 5):
         messages = [{"role": role, "content": text} for role, text in turns[:n]]
         for more, is_open in (([], False), ([("assistant", None)], True)):
             text = template.render(messages=messages, add_generation_prompt=is_open)
             ids = tokenizers.encode_chat(tokenizer, turns[:n] + more)
-            assert tokenizer.encode(text, allow_special=True) == [tokenizer.specials[s] for s in [sink] if s] + ids
+            front = [tokenizer.specials[sink]] if sink else []
+            assert tokenizer.encode(text, allow_special=True) == front + ids
     bare = tokenizers.train_bpe(tokenizers.count_chunks(["The frog"]), 262, tokenizers.SILIA_SPECIALS)
     save(make(SMALL), "b.pt", bare)
     run(convert, "export", "b.pt", "bare")

@@ -121,11 +121,11 @@ def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(small):
         train.evaluate(model, ids, tokenizer, 4, off, windows="stream")
 
 
-# ------------------------------------------------------------------------------------------------ conversations
+# ---------------------------------------------------------------------------------------------- conversations
 
 
 class Speaker:
-    """A model that continues the prompts that it knows as it is told, and answers all else with an end of turn."""
+    """A model that answers the requests that it knows as it is told, and all others with an end of turn."""
 
     def __init__(self, tokenizer, known):
         self.tokenizer, self.known = tokenizer, known
@@ -142,7 +142,7 @@ class Speaker:
 
 
 def test_answers_to_requests_of_all_lengths_and_what_they_use(small):
-    """The true stories are accepted; one with another name, animal or colour loses that, and one that is cut, all."""
+    """True stories are accepted, those with another name, animal or colour are not, nor one that is cut."""
     _, tokenizer = small
     requests = judge.draw_requests(12, 5)
     assert len({len(text) for text, _ in requests}) > 3
@@ -166,7 +166,7 @@ def test_answers_to_requests_of_all_lengths_and_what_they_use(small):
 
 
 def test_conversations_are_read_on_the_assistants_tokens(small):
-    """The loss is train.py's, and the floor that of the conversations; a model that knows nothing is never right."""
+    """The loss is train.py's, the floor that of the conversations; who knows nothing is never right."""
     model, tokenizer = LanguageModel(replace(small[0].config, context=800)).eval(), small[1]
     tokens, nats, floor, questions, right = judge.read_conversations(model, tokenizer, 5, 9)
     ids, n_questions = [], 0

@@ -854,7 +854,8 @@ def test_offline_says_what_to_do(monkeypatch):
 def make_chats(n, seed=0):
     """n conversations of one to six turns, of the texts of make_documents()."""
     rng = random.Random(seed)
-    texts = make_documents(6 * n, seed) + ["", " <|end|> <|user|>", "<|assistant|>", "<|endoftext|>\n", "\ud83d lone"]
+    texts = make_documents(6 * n, seed)
+    texts += ["", " <|end|> <|user|>", "<|assistant|>", "<|endoftext|>\n", "\ud83d lone"]
     roles = ("user", "assistant") * 3
     return [[(role, rng.choice(texts)) for role in roles[:rng.choice((2, 2, 3, 4, 6))]] for _ in range(n)]
 
@@ -882,8 +883,9 @@ def test_conversations_from_lines_of_json(monkeypatch):
         ids = [id for turns in wanted for id in [*bpe.encode_chat(tokenizer, turns), tokenizer.end_of_text]]
         assert ids_of("talk", split).tolist() == ids
         turns = [turn for turns in wanted for turn in turns]
-        for name, n in (("<|end|>", len(turns)), ("<|user|>", sum(role == "user" for role, _ in turns)),
-                        ("<|assistant|>", sum(role == "assistant" for role, _ in turns)), ("<|endoftext|>", len(wanted))):
+        roles = [role for role, _ in turns]
+        for name, n in (("<|end|>", len(turns)), ("<|user|>", roles.count("user")),
+                        ("<|assistant|>", roles.count("assistant")), ("<|endoftext|>", len(wanted))):
             assert ids.count(tokenizer.specials[name]) == n
         answers = [text for role, text in turns if role == "assistant"]
         size = len(tokenizer.decode([id for id in ids if id not in tokenizer.specials.values()]).encode())
@@ -912,8 +914,9 @@ HELLO = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", 
 
 @pytest.mark.parametrize("line, sentence", [
     ("Once upon a time", "line 3, is not JSON"), ('{"messages": [', "line 3, is not JSON"),
-    ("NESTED", "line 3, is not JSON"), ("[]", 'line 3, has no list of "messages"'), ('{"text": "A story."}', 'line 3, has no list of "messages"'),
-    ('{"messages": []}', 'line 3, has no list of "messages"'), ('{"messages": ["Hi"]}', 'line 3, has no list'),
+    ("NESTED", "line 3, is not JSON"), ("[]", 'line 3, has no list of "messages"'),
+    ('{"text": "A story."}', 'line 3, has no list of "messages"; expected is a line like {"messages": ['),
+    ('{"messages": []}', 'line 3, has no list of "messages"'), ('{"messages": [1]}', "line 3, has no list"),
     ('{"messages": [{"content": "Hi"}]}', 'line 3, has a message without "role"'),
     ('{"messages": [{"role": "user"}]}', 'line 3, has a message without "content"'),
     (HELLO.replace("user", "system"), "line 3, has the role 'system'"),
@@ -935,15 +938,17 @@ def test_files_and_options_that_conversations_do_not_go_with(monkeypatch):
     save_tokenizer(bpe.train_bpe({"a": 1}, 260, ("<|endoftext|>", "<|end|>", "<|user|>", "<x>")), "t.json")
     for arguments, sentence in (
             (["empty.jsonl"], "empty.jsonl is empty"), (["few.jsonl"], "too few, or too uneven"),
-            (["a.txt", "few.jsonl"], "do not go together"), (["a.txt", "--val_input", "few.jsonl"], "do not go together"),
-            (["few.jsonl", "--munch"], "--munch has not"), (["few.jsonl", "--delimiter", "x"], "a line is a conversation"),
-            (["few.jsonl", "--val_input", "few.jsonl", "--tokenizer", "t.json"], "needs <|assistant|> and <|end|>")):
+            (["a.txt", "few.jsonl"], "do not go together"),
+            (["a.txt", "--val_input", "few.jsonl"], "do not go together"),
+            (["few.jsonl", "--munch"], "--munch does not have"),
+            (["few.jsonl", "--delimiter", "x"], "a line is a conversation"),
+            (["few.jsonl", "--val_input", "few.jsonl", "--tokenizer", "t.json"], "needs <|assistant|> and")):
         assert sentence in refused("--name", "x", "--input", *arguments)
-    assert "--munch has not" in refused("--name", "storybook_chat", "--munch")
+    assert "--munch does not have" in refused("--name", "storybook_chat", "--munch")
     monkeypatch.setattr(corpus, "BLOCK", 100)
     monkeypatch.setattr(corpus, "LIMIT", 500)
     Path("long.jsonl").write_text(f"{HELLO}\n{HELLO * 9}\n", encoding="utf-8")
-    assert "long.jsonl, line 2, has more than 500 characters" in refused("--name", "x", "--input", "long.jsonl")
+    assert "long.jsonl, line 2, has more than 500 char" in refused("--name", "x", "--input", "long.jsonl")
 
 
 def test_a_storybook_of_conversations():
@@ -957,5 +962,6 @@ def test_a_storybook_of_conversations():
         assert ids_of("storybook_chat", split).tolist() == ids
     val = json.loads((folder / "meta.json").read_text("utf-8"))["val"]
     told = list(storybook.conversations(5, 7))
-    assert val["floor_nats_per_assistant_token"] == pytest.approx(-sum(p for _, _, p in told) / val["assistant_tokens"])
+    nats = -sum(answers for _, _, answers in told)
+    assert val["floor_nats_per_assistant_token"] == pytest.approx(nats / val["assistant_tokens"])
     assert val["floor_nats_per_token"] == pytest.approx(-sum(p for _, p, _ in told) / val["tokens"])

@@ -233,17 +233,20 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(here, run, monkeypatch):
     monkeypatch.setattr(tokenizers.StreamDecoder, "feed", interrupt)
     read = []
     forward = LanguageModel.forward
-    monkeypatch.setattr(LanguageModel, "forward", lambda self, idx, **more: (read.append(idx), forward(self, idx, **more))[1])
+    monkeypatch.setattr(LanguageModel, "forward",
+                        lambda self, idx, **more: (read.append(idx), forward(self, idx, **more))[1])
     cut.append(3)
     code, out, _ = run(*words, stdin=b"Hi frog\nAgain\n")
     tokenizer = tokenizer_from_json(load_checkpoint("out/run/ckpt.pt")["tokenizer"])
     first, rest = said[:3], said[3:]
     assert code is None and out.startswith(tokenizer.decode(first) + "\n") and rest
-    ids = [tokenizer.end_of_text, *tokenizers.encode_chat(tokenizer, [("user", "Hi frog"), ("assistant", None)]), *first,
-           tokenizer.specials["<|end|>"], *tokenizer.encode(" "),
-           *tokenizers.encode_chat(tokenizer, [("user", "Again"), ("assistant", None)]), *rest]
+    questions = [tokenizers.encode_chat(tokenizer, [("user", text), ("assistant", None)])
+                 for text in ("Hi frog", "Again")]
+    ids = [tokenizer.end_of_text, *questions[0], *first, tokenizer.specials["<|end|>"],
+           *tokenizer.encode(" "), *questions[1], *rest]
     seen = torch.cat(read, dim=1)[0].tolist()
-    assert seen[: len(ids)] == ids[: len(seen)]
+    seen = seen[seen.index(tokenizer.end_of_text):]  # before it, what was read to try how many threads are best
+    assert len(seen) > len(ids) - 2 and seen == ids[: len(seen)]
     monkeypatch.setattr(tokenizers.StreamDecoder, "feed",
                         lambda decoder, id: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     assert run(*words, stdin=b"Hi frog\nAgain\n")[0] == 130
@@ -266,7 +269,8 @@ def test_no_tokens_lose_no_question(here, run, monkeypatch):
     """With --max_new_tokens=0 nothing is read; nothing is lost either."""
     longer_context()
     seen = []
-    monkeypatch.setattr(sample, "generate", lambda model, tokenizer, ids, *more: (seen.append(list(ids)), ([], 0.0))[1])
+    monkeypatch.setattr(sample, "generate",
+                        lambda model, tokenizer, ids, *more: (seen.append(list(ids)), ([], 0.0))[1])
     run("--chat", stdin=b"Hi\nfrog\n")
     assert seen[1][: len(seen[0])] == seen[0] and len(seen[1]) > len(seen[0])
 
@@ -275,7 +279,8 @@ def test_turns_in_chunks_give_the_logits_of_the_whole_conversation(here):
     longer_context()
     checkpoint = load_checkpoint("out/run/ckpt.pt")
     model, tokenizer = load_model(checkpoint).double(), tokenizer_from_json(checkpoint["tokenizer"])
-    turns = [("user", "Hi frog"), ("assistant", "The pond"), ("user", "<|end|> <|user|>"), ("assistant", "red")]
+    turns = [("user", "Hi frog"), ("assistant", "The pond"), ("user", "<|end|> <|user|>"),
+             ("assistant", "red")]
     ids = torch.tensor([tokenizers.encode_chat(tokenizer, turns)])
     whole = model(ids)[0]
     ends = [i + 1 for i, id in enumerate(ids[0].tolist()) if id == tokenizer.specials["<|end|>"]]
@@ -291,13 +296,14 @@ def test_chat_needs_a_model_that_has_learned_to(here, run):
         more = {"train_config": data} | ({} if chat is None else {"chat": chat})
         save_checkpoint(checkpoint | more, Path("out/run/ckpt.pt"))
         code, out, err = run("--chat", stdin=b"Hi\n")
-        assert "was trained on plain text" in code and "python train.py config/chat.py" in code and not out + err
+        assert "was trained on plain text" in code and "train.py config/chat.py" in code and not out + err
     save_checkpoint(checkpoint | {"train_config": {"data": "x"}, "chat": True}, Path("out/run/ckpt.pt"))
     assert run("--chat", "--max_new_tokens=2", stdin=b"Hi\n")[0] is None
     silia = tokenizers.train_bpe(tokenizers.count_chunks(["the frog"]), 262, tokenizers.SILIA_SPECIALS)
     save_checkpoint(checkpoint | {"tokenizer": tokenizer_to_json(silia)}, Path("out/run/ckpt.pt"))
     code, out, err = run("--chat", stdin=b"Hi\n")
-    assert "has no <|user|> and no <|assistant|> and no <|end|>" in code and "config/chat.py" in code and not out + err
+    assert "has no <|user|> and no <|assistant|> and no <|end|>: python train.py config/chat.py" in code
+    assert not out + err
 
 
 def test_a_byte_that_is_not_utf8_does_not_end_a_chat(here, run):

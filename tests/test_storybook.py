@@ -144,7 +144,7 @@ def test_names_and_things_come_back_at_the_end():
         assert named is None or slots["hero"] in named
 
 
-# ------------------------------------------------------------------------------------------------ conversations
+# ---------------------------------------------------------------------------------------------- conversations
 
 
 def talks(n, seed):
@@ -209,7 +209,8 @@ def test_a_request_names_what_the_story_has_and_a_question_what_it_tells():
         request, story, *questions = turns
         lengths[len(questions)] += 1
         for text in turns:
-            assert text.isascii() and text == text.strip() and not re.search(r"[\[\]{}|~]|  |\n\n| [,.!?]", text)
+            assert text.isascii() and text == text.strip()
+            assert not re.search(r"[\[\]{}|~]|  |\n\n| [,.!?]", text), text
             assert not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text), text
         for slot in ("hero", "kind", "trait", "colour", "thing", "skill", "food", "baby"):
             word = rf"\b{talker.slots.get(slot, '~')}\b"

@@ -292,12 +292,13 @@ def test_what_the_assistant_says_counts_and_the_end_of_its_turn():
     # From the middle of a turn: whose it is nobody knows, up to the first mark
     cut = train.assistant_targets(x[:, 6:], y[:, 6:], ROLES)
     assert cut.tolist() == [[-100, -100, -100, -100, -100, -100, -100, -100, 3, -100]]
-    rows = train.assistant_targets(torch.stack([x[0, :6], x[0, 5:11]]), torch.stack([y[0, :6], y[0, 5:11]]), ROLES)
+    x, y = (torch.stack([row[0, :6], row[0, 5:11]]) for row in (x, y))
+    rows = train.assistant_targets(x, y, ROLES)
     assert rows.tolist() == [[-100] * 5 + [5], [5, 6, 3, -100, -100, -100]]
 
 
 def test_training_and_evaluation_count_the_same_tokens():
-    """Each token of the assistant once, from windows of either kind, and also where a sink hides the first."""
+    """Each token of the assistant once, from windows of either kind, also where a sink hides the first."""
     rng = np.random.default_rng(0)
     turns = [[1, *rng.integers(10, 99, rng.integers(9)), 3, 9, 2, *rng.integers(10, 99, n), 3, 0]
              for n in rng.integers(0, 12, 40)]
@@ -333,7 +334,8 @@ class KnowsTheConversations(torch.nn.Module):
 def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(here, monkeypatch, capsys):
     folder = prepare.storybook("storybook_chat", 400, train=20, val=8, seed=3)
     val = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["val"]
-    assert f"{val['floor_nats_per_assistant_token']:.4f} nats on the {val['assistant_tokens']:,}" in capsys.readouterr().out
+    floor = f"{val['floor_nats_per_assistant_token']:.4f}"
+    assert f"{floor} nats on the {val['assistant_tokens']:,}" in capsys.readouterr().out
     (_, ids), tokenizer, _ = open_data("storybook_chat", ModelConfig(vocab_size=400, context=800))
     known = {}
     for turns, _, log_prob in storybook.conversations(8, 7):
@@ -345,11 +347,12 @@ def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(here, monkeypatc
     assert loss == pytest.approx(val["floor_nats_per_assistant_token"], abs=1e-12) and not known
     size = sum(len(turn) for turns, _, _ in storybook.conversations(8, 7) for turn in turns[1::2])
     assert bits == pytest.approx(loss * val["assistant_tokens"] / math.log(2) / size)
-    assert run(monkeypatch, *CHAT, "--data=storybook_chat", "--vocab_size=400", "--context=600", "--max_steps=1") is None
+    words = ["--data=storybook_chat", "--vocab_size=400", "--context=600", "--max_steps=1"]
+    assert run(monkeypatch, *CHAT, *words) is None
     out = capsys.readouterr().out
     assert f"{val['assistant_tokens']:,} of the assistant to validate on" in out
     assert f"(on {val['assistant_tokens']:,} tokens of the assistant)" in out and "--chat" in out
-    assert f"above the entropy floor of {val['floor_nats_per_assistant_token']:.4f}" in out
+    assert f"above the entropy floor of {floor}" in out
 
 
 def test_a_chat_trains_on_the_assistants_tokens_and_resumes_exactly(here, monkeypatch, capsys):
@@ -373,11 +376,17 @@ def test_a_chat_trains_on_the_assistants_tokens_and_resumes_exactly(here, monkey
     capsys.readouterr()
     assert run(monkeypatch, *CHAT, "--out=all", "--assistant_only=false") is None
     assert "tokens of the assistant" not in capsys.readouterr().out
-    assert any(not torch.equal(x, y) for x, y in zip(whole["model"].values(), load("out/all/ckpt.pt")["model"].values()))
-    assert load("out/all/ckpt.pt")["chat"]  # it has learned to talk, too
+    other = load("out/all/ckpt.pt")
+    assert any(not torch.equal(x, y) for x, y in zip(whole["model"].values(), other["model"].values()))
+    assert other["chat"]  # it has learned to talk, too
+    capsys.readouterr()
+    assert run(monkeypatch, *CHAT, "--out=broken", "--resume", "--assistant_only=false", "--max_steps=7") is None
+    out = capsys.readouterr().out
+    assert "now assistant_only=False" in out and "validation is another one from now on" in out
     norms = {}
     for parts in (1, 4):
-        assert run(monkeypatch, *CHAT, "--windows=stream", "--context=6", f"--grad_accum={parts}", f"--out=p{parts}") is None
+        words = ["--windows=stream", "--context=6", f"--grad_accum={parts}", f"--out=p{parts}"]
+        assert run(monkeypatch, *CHAT, *words) is None
         norms[parts] = [float(row["grad_norm"]) for row in log_rows(f"out/p{parts}/log.csv")[1:]]
     assert norms[1] == pytest.approx(norms[4], rel=1e-4)
 

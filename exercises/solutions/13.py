@@ -1,7 +1,7 @@
 """Exercise 13: whose words count.
 
 In the end both know the assistant's letters, with a loss below 0.01: the user's have nothing to teach about
-them. What the second has learned besides is to be the user: on letters drawn at random its loss is ln 8 = 2.08,
+them. What the second has learned besides is to be the user: on letters drawn at random it has 2.08, or ln 8,
 all that there is to know, and that of the first 10.9, for it was never asked. The price is time, since the
 gradient of letters that nobody can foretell is noise. The loss on the assistant's tokens, with three seeds:
 
