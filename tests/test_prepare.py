@@ -909,6 +909,18 @@ def test_equal_conversations_never_stand_on_both_sides(monkeypatch):
     assert "whole documents" in split_of("w1")["rule"]
 
 
+def test_a_conversation_is_never_cut_in_two():
+    """Nor when a few hold more than half of the text, where the last tenths of plain text are taken."""
+    short = [[("user", f"What is {i}?"), ("assistant", "A number. " * 20)] for i in range(200)]
+    long = [[("user", "Count."), ("assistant", f"{i}, " * 9000)] for i in range(2)]
+    write_chats("a.jsonl", short + long)
+    go("--name", "talk", "--input", "a.jsonl", "--vocab_size", 300)
+    assert "whole documents" in split_of("talk")["rule"]
+    tokenizer = load_tokenizer("data/talk/tokenizer.json")
+    told = [tokenizer.decode(bpe.encode_chat(tokenizer, turns)) for turns in short + long]
+    assert sorted(decoded("talk", "train") + decoded("talk", "val")) == sorted(told)
+
+
 HELLO = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
 
 
