@@ -5,6 +5,7 @@
     python prepare.py --name storybook                   stories made on the spot (storybook.py)
     python prepare.py --name munched --munch             encoded by longest match, as Silia does
     python prepare.py --name mine --input a.txt b.txt    text of your own
+    python prepare.py --name talk --input talk.jsonl     conversations, one on each line
 
     train.bin, val.bin   token ids, little-endian uint16, each document followed by the end-of-text id
     tokenizer.json       trained on the training documents alone, or a copy of --tokenizer
@@ -41,8 +42,9 @@ from tqdm import tqdm
 import storybook as book
 import tokenizer as bpe
 from support import need
-from support.corpus import (DATA, END, check_arguments, check_files, check_links, download, map_batches,
-                            new_folder, read_documents, useful_workers)
+from support.corpus import (DATA, END, chat_turns, check_arguments, check_files, check_links, download,
+                            is_chat, map_batches, new_folder, read_conversations, read_documents,
+                            useful_workers)
 from support.hf_tokenizer import load_tokenizer, tokenizer_from_json, tokenizer_to_json
 from support.runtime import run_main
 from support.settings import CommandLine
@@ -69,7 +71,8 @@ def with_lf(text):
 
 # From here on, documents are a stream of pieces (text, ends). Nearly always a piece is a document and `ends`
 # is True. A document of millions of characters comes in several pieces, of which only the last one `ends` it;
-# they are cut where the tokenizer would cut anyway, so together they get the token ids of the whole.
+# they are cut where the tokenizer would cut anyway, so together they get the token ids of the whole. A
+# conversation is one piece, whose text is JSON; what is trained on are its turns.
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -117,15 +120,18 @@ def only(split, pieces, rule):
 # The tokenizer: count the chunks (words, roughly) of the training documents, then learn from the counts
 
 
-def count_batch(batch, nfc):
-    return bpe.count_chunks((text for text, _ in batch), nfc=nfc)
+def count_batch(batch, nfc, chat=False):
+    texts = (text for text, _ in batch)
+    if chat:
+        texts = (content for text in texts for _, content in chat_turns(text))
+    return bpe.count_chunks(texts, nfc=nfc)
 
 
 def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=False):
     """Train a tokenizer of `vocab_size` tokens on the training documents of a corpus (see "The sources")."""
     counts = Counter()
     pieces = corpus.pieces("train", label="count")
-    for batch_counts in map_batches(partial(count_batch, nfc=nfc), pieces, workers):
+    for batch_counts in map_batches(partial(count_batch, nfc=nfc, chat=corpus.chat), pieces, workers):
         counts.update(batch_counts)
     need(counts, "There is no text for train.bin: the input is empty or too short.")
     specials = bpe.SILIA_SPECIALS if longest_match else bpe.SPECIALS
@@ -140,30 +146,42 @@ def train_tokenizer(corpus, workers, vocab_size=32000, nfc=False, longest_match=
 parsed_tokenizer = lru_cache(maxsize=1)(tokenizer_from_json)
 
 
-def encode_batch(batch, json_text):
-    """Encode pieces -> (ids as the bytes of a .bin file, number of documents, bytes of text in UTF-8)."""
+def encode_batch(batch, json_text, chat=False):
+    """Encode pieces -> (ids as the bytes of a .bin file, Counter of documents, tokens and bytes of text).
+
+    In a chat it counts "assistant_tokens", too: the assistant's, with the <|end|> of each turn.
+    """
     tokenizer = parsed_tokenizer(json_text)
     ids = []
+    counts = Counter(documents=sum(ends for _, ends in batch), tokens=0, bytes=0)
     for text, ends in batch:
-        ids += tokenizer.encode(text)
+        if chat:
+            turns = chat_turns(text)
+            ids += bpe.encode_chat(tokenizer, turns)
+            texts = " ".join(content for _, content in turns)
+            counts["bytes"] += len(texts.encode("utf-8", "surrogatepass"))
+            counts["assistant_tokens"] += sum(len(tokenizer.encode(content)) + 1 for role, content in turns
+                                              if role == "assistant")
+        else:
+            ids += tokenizer.encode(text)
+            counts["bytes"] += len(text.encode())
         if ends:
             ids.append(tokenizer.end_of_text)
     ids = np.array(ids, dtype=np.int64)
     largest = ids.max(initial=0)
     need(largest <= 0xFFFF, f"The token id {largest} does not fit into 16 bits.")
-    n_documents = sum(ends for _, ends in batch)
-    n_bytes = sum(len(text.encode()) for text, _ in batch)
-    return ids.astype("<u2").tobytes(), n_documents, n_bytes
+    counts["tokens"] = len(ids)
+    return ids.astype("<u2").tobytes(), counts
 
 
-def write_split(path, pieces, json_text, workers):
+def write_split(path, pieces, json_text, workers, chat):
     """Write the .bin file of a split -> its numbers of documents, tokens and bytes, for meta.json."""
     total = Counter(documents=0, tokens=0, bytes=0)
-    encode = partial(encode_batch, json_text=json_text)
+    encode = partial(encode_batch, json_text=json_text, chat=chat)
     with open(path, "wb") as file:
-        for ids, n_documents, n_bytes in map_batches(encode, pieces, workers):
+        for ids, counts in map_batches(encode, pieces, workers):
             file.write(ids)
-            total.update(documents=n_documents, tokens=len(ids) // 2, bytes=n_bytes)
+            total.update(counts)
     need(total["documents"], f"There is no text for {path.name}: the input is empty or too short.")
     return dict(total)
 
@@ -185,7 +203,7 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
                 "tokenizer_sha256": hashlib.sha256(json_text.encode()).hexdigest()}
         for split in ("train", "val"):
             pieces = corpus.pieces(split, label=split)
-            meta[split] = write_split(folder / f"{split}.bin", pieces, json_text, workers)
+            meta[split] = write_split(folder / f"{split}.bin", pieces, json_text, workers, corpus.chat)
         meta["split"] = corpus.split()
         if isinstance(corpus, Stories):
             corpus.add_floor(meta)
@@ -195,25 +213,31 @@ def write_folder(name, corpus, tokenizer=None, workers=1, **options):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The sources. A corpus is a class with three members: `source` says in meta.json where the text is from,
-# pieces(split, label) gives a fresh stream of a split's pieces, the label being for the progress bar, and
-# split(), once these are read, says for meta.json how they were told apart.
+# The sources. A corpus is a class with four members: `source` says in meta.json where the text is from,
+# `chat` tells conversations from plain text, pieces(split, label) gives a fresh stream of a split's pieces
+# (the label is for the progress bar), and split(), once these are read, says for meta.json how
+# they were told apart.
 
 
 class TextFiles:
-    """Documents from text files; without files to validate on, a rule splits them."""
+    """Documents from text files, or conversations; without files to validate on, a rule splits them."""
 
     def __init__(self, inputs, val_inputs, delimiter, cut_long):
+        self.chat = is_chat(inputs[0])
         self.files = {"train": inputs, "val": val_inputs or inputs}
         names = ", ".join(map(os.path.basename, [*inputs, *val_inputs]))
         self.source = names.encode("utf-8", "backslashreplace").decode("utf-8")  # file names may be any bytes
         self.delimiter = with_lf(delimiter)
         self.cut_long = cut_long
         self.seen = {}  # {split: delimiters and empty documents in its files}
-        self.rule = None if val_inputs else choose_rule(numbered(self.read("train", label="split")))
+        self.rule = None
+        if not val_inputs:
+            self.rule = choose_rule(numbered(self.read("train", label="split")), cut=not self.chat)
 
     def read(self, split, label):
         self.seen[split] = Counter()
+        if self.chat:
+            return read_conversations(self.files[split], label)
         return read_documents(self.files[split], self.delimiter, self.cut_long, label, self.seen[split])
 
     def pieces(self, split, label):
@@ -221,6 +245,8 @@ class TextFiles:
         return only(split, pieces, self.rule) if self.rule else pieces
 
     def split(self):
+        if self.chat:
+            return {"rule": str(self.rule or "by file (as given)"), "empty_documents": 0}
         seen = self.seen["train"] if self.rule else self.seen["train"] + self.seen["val"]
         return {"rule": str(self.rule or "by file (as given)"), "empty_documents": seen["empty"],
                 "delimiter": self.delimiter, "delimiters": seen["delimiters"]}
@@ -230,13 +256,17 @@ class Stories:
     """Stories of storybook.py. Each split has a random stream of its own, so no hash is needed."""
 
     source = "storybook.py"
+    chat = False
 
     def __init__(self, seed, train, val):
         self.seed = seed
         self.stories = {}  # (text, natural logarithm of its probability) of each story
         for split, n, stream in ("train", train, 2 * seed), ("val", val, 2 * seed + 1):
-            drawn = tqdm(book.stories(n, stream), "stories", n, disable=None, leave=False)
+            drawn = tqdm(self.draw(n, stream), "stories", n, disable=None, leave=False)
             self.stories[split] = list(drawn)
+
+    def draw(self, n, stream):
+        return book.stories(n, stream)
 
     def pieces(self, split, label):
         return ((text, True) for text, _ in self.stories[split])
@@ -252,6 +282,29 @@ class Stories:
         meta["val"]["floor_bits_per_byte"] = nats / (meta["val"]["bytes"] * math.log(2))
 
 
+class Conversations(Stories):
+    """Conversations of storybook.py."""
+
+    chat = True
+
+    def draw(self, n, stream):
+        self.answers_nats = 0.0  # of the split that is drawn last, for validation
+        for turns, log_prob, answers_log_prob in book.conversations(n, stream):
+            messages = [{"role": ("user", "assistant")[i % 2], "content": turn}
+                        for i, turn in enumerate(turns)]
+            self.answers_nats -= answers_log_prob
+            yield json.dumps({"messages": messages}), log_prob
+
+    def add_floor(self, meta):
+        """Add the floor of all tokens, as for stories, and of the assistant's, given the user's turns."""
+        super().add_floor(meta)
+        val = meta["val"]
+        val["floor_nats_per_assistant_token"] = self.answers_nats / val["assistant_tokens"]
+        print(f"floor: no model has a loss below {val['floor_nats_per_assistant_token']:.4f} nats on the "
+              f"{val['assistant_tokens']:,} tokens of the assistant in val.bin, nor below "
+              f"{val['floor_nats_per_token']:.4f} on all.")
+
+
 def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, workers=1, **options):
     """Make data/NAME from text files."""
     paths = [*inputs, *val_inputs]
@@ -262,18 +315,21 @@ def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, worke
     return write_folder(name, corpus, tokenizer, useful_workers(workers, paths), **options)
 
 
-STORYBOOKS = {"storybook": 1024, "storybook_munch": 512}  # tokens; the latter is for Silia
+# Tokens. The second is for Silia; the third has conversations.
+STORYBOOKS = {"storybook": 1024, "storybook_munch": 512, "storybook_chat": 1024}
 
 
 def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, longest_match=False, **options):
     """Make data/NAME from `train` + `val` stories of storybook.py, unless it is there already."""
     if (DATA / name / "meta.json").exists():
         return DATA / name
-    print(f"Making {train + val:,} little stories for {DATA / name}.")
+    corpus_class = Conversations if name == "storybook_chat" else Stories
+    what = "conversations" if corpus_class.chat else "little stories"
+    print(f"Making {train + val:,} {what} for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"
     with contextlib.suppress(FileExistsError):  # another run has made the same meanwhile
-        write_folder(name, Stories(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
+        write_folder(name, corpus_class(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
                      **options)
     return DATA / name
 
@@ -298,8 +354,8 @@ def arguments(argv):
     """Read the command line -> argparse.Namespace, checked."""
     parser = CommandLine(description=__doc__.splitlines()[0])
     option = parser.add_argument
-    option("--name", help="the folder in data/ (default: tinystories; or: storybook, storybook_munch)")
-    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8, or that in .gz")
+    option("--name", help=f"the folder in data/ (default: tinystories; or: {', '.join(STORYBOOKS)})")
+    option("--input", nargs="+", metavar="FILE", help="text of your own, in UTF-8, or that in .gz; or .jsonl")
     option("--val_input", nargs="+", metavar="FILE", help="to validate on (else 1%% to 10%% of the input)")
     option("--delimiter", metavar="S", default=END, help=rf"between documents (default: {END}); \n is LF")
     option("--vocab_size", type=int, metavar="N", help="default: 32000; storybooks: 1024, 512 (munch)")

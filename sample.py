@@ -4,7 +4,7 @@ Generate text with a trained model.
     python sample.py --prompt "Once upon a time"            the newest checkpoint under out/
     python sample.py --checkpoint out/nano/best.pt --num_samples 3 --temperature 0.7 --top_p 0.9 --seed 1
     echo "The dragon" | python sample.py > story.txt        text goes to stdout, all else to stderr
-    python sample.py --chat                                 talk, turn by turn (for a model trained on chats)
+    python sample.py --chat                                 talk, turn by turn, to the model of config/chat.py
 
 A prompt is continued token by token. The cache saves reading it again for each, and changes no logit: see
 `Cache` in model.py. PyTorch is imported where it is needed, so that --help and misspelt options do not wait.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from support import need
-from support.runtime import open_model, prepare_decoding, run_main, start_ids
+from support.runtime import interruptible, open_model, prepare_decoding, run_main, start_ids
 from support.settings import CommandLine
 from tokenizer import StreamDecoder, encode_chat
 
@@ -70,10 +70,11 @@ def read_prompt(args):
         raise ValueError(f"{args.prompt_file or 'the piped text'} is not UTF-8 text.") from None
 
 
-def generate(model, tokenizer, ids, stops, options):
+def generate(model, tokenizer, ids, stops, options, interrupted=()):
     """Continue `ids`, which the cache has not read, up to an id in `stops`; print the text as it comes.
 
-    Return the new ids, with the stopping one, and the seconds it took. The cache has read all but the last.
+    It also ends once `interrupted` holds a signal. Return the new ids, with the stopping one, and the seconds
+    it took. The cache has read all but the last.
     """
     import torch
 
@@ -85,6 +86,8 @@ def generate(model, tokenizer, ids, stops, options):
         if new[-1] in stops:
             break
         print(decoder.feed(new[-1]), end="", flush=True)
+        if interrupted:
+            break
     print(decoder.flush(), flush=True)
     return new, time.perf_counter() - began
 
@@ -109,12 +112,12 @@ def continue_prompt(model, tokenizer, prompt, args, options):
 
 
 def chat(model, tokenizer, options):
-    """Answer turns from stdin on stdout. Return what `generate` returned each time.
+    """Answer turns from stdin on stdout, until it ends. Return what `generate` returned each time.
 
-    The cache is kept, so that each turn reads only what is new.
+    The cache is kept, so that each turn reads only what is new. Ctrl-C stops an answer, another the program.
     """
-    end = tokenizer.specials.get("<|end|>")
-    encode_chat(tokenizer, [("user", ""), ("assistant", None)])  # if the tokenizer cannot, say so at once
+    end = tokenizer.specials["<|end|>"]
+    cache = options["cache"]
     unread = start_ids(model.config, tokenizer)  # ids that the cache has not read yet
     results = []
     if sys.stdin:  # a byte that is not UTF-8 is no reason to end
@@ -124,12 +127,20 @@ def chat(model, tokenizer, options):
         line = sys.stdin.readline() if sys.stdin else ""
         if not line:
             return results
-        unread += tokenizer.encode("\n") if results else []
+        if not line.strip():
+            continue
+        unread += tokenizer.encode(" ") if results else []
         unread += encode_chat(tokenizer, [("user", line.rstrip("\n")), ("assistant", None)])
-        answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options)
+        length = cache.length + len(unread)
+        with interruptible(["SIGINT"], say=b"") as interrupted:
+            answer, seconds = generate(model, tokenizer, unread, {end, tokenizer.end_of_text}, options,
+                                       interrupted)
         results.append((answer, seconds))
-        unread = answer[-1:]  # drawn, but not read yet
-        if unread != [end]:  # cut off: the turn ends all the same
+        if answer and cache.length < length + len(answer) - 1:
+            print(f"[the context of {model.config.context} tokens was full: the model has forgotten all but "
+                  "its last half]", file=sys.stderr)
+        unread = answer[-1:] or unread  # drawn, but not read yet
+        if unread[-1] != end:  # cut off: the turn ends all the same
             unread.append(end)
 
 
@@ -139,7 +150,7 @@ def run():
 
     import torch
 
-    path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype)
+    path, model, tokenizer = open_model(args.checkpoint, args.device, args.dtype, chat=args.chat)
     options = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     options["n_ids"] = tokenizer.vocab_size  # the model may have more rows than the tokenizer has tokens
     answers = 10 if args.chat else args.num_samples  # for a chat, a guess

@@ -201,12 +201,15 @@ ENDING = """
 PLOTS = [LOST, STUCK, LEARN, BIRTHDAY, FOUND, SHARE, NIGHT, BAKE]
 
 
-def parse(source):
+def parse(source, **texts):
     """Text with forks -> a list of parts: text to be told as it is, a (slot, table) pair, or a list of
-    options, each of them a list of parts again. Lines run on; a blank line begins a paragraph."""
+    options, each of them a list of parts again. Lines run on; a blank line begins a paragraph.
+
+    texts are parsed already: `{NAME}` is where one goes in.
+    """
+    source = re.sub(r"\s*\n\s*(?=[|\]])|(?<=[|\[])\s*\n\s*", "", source)  # a line may end beside [ | ]
     paragraphs = re.split(r"\n\s*\n", source.strip())
     source = "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    source = re.sub(r"\s(?=[|\]])|(?<=[|\[])\s", "", source)  # the layout around [ a | b ] is not told
     tokens = iter(re.findall(r"[\[|\]]|\{[^}]*\}|[^\[|\]{]+", source))
 
     def options():  # up to the closing bracket
@@ -218,6 +221,8 @@ def parse(source):
                 found.append([])
             elif token == "[":
                 found[-1].append(options())
+            elif token[1:-1] in texts:
+                found[-1] += texts[token[1:-1]]
             elif token[0] == "{":
                 slot, _, table = token[1:-1].partition(":")
                 found[-1].append((slot, table or slot))
@@ -229,6 +234,39 @@ def parse(source):
 
 
 BOOK = parse(f"{OPENING}\n[{'|'.join(PLOTS)}]\n\n{ENDING}")  # all the stories, as one text with forks
+
+# Conversations: a request, the story, and one to three questions with their answers. Each turn ends in ~,
+# which no story has; another ~ ends the conversation. A word that the request names is drawn there, so in the
+# story it is certain. A request that tells what happens stands in one option with that plot: here, too, every
+# choice leaves one trace.
+
+REQUESTS = {
+    " who loses a {colour} {thing:toy}": LOST,
+    " whose {colour} {thing:flyer} gets stuck": STUCK,
+    " who learns to {skill}": LEARN,
+    " who makes a {colour} {thing:gift}": BIRTHDAY,
+    " who finds a baby {baby}": FOUND,
+    " who finds a {colour} {thing:toy}": SHARE,
+    " who cannot sleep": NIGHT,
+    " who makes {food}": BAKE,
+    "": f"[{'|'.join(PLOTS)}]",  # any of them
+}
+STORIES = [f"{request}.~{OPENING}\n{plot}\n{ENDING.rstrip()}~" for request, plot in REQUESTS.items()]
+PLOT = parse(f"[{'|'.join(STORIES)}]")
+NAME = parse("[ named {hero}{PLOT}|{PLOT}]", PLOT=PLOT)
+
+QUESTION = parse("""
+[What colour was the {thing}?~The {thing} was {colour}.
+|Who was {hero}'s friend?~{hero}'s friend was {friend}.
+|What animal was {friend}?~{friend} was a {friend.kind}.
+|Who was {hero}?~{hero} was a {trait} {kind}.
+|Where did {hero} live?~{hero} lived near the {place}.]~
+""")
+
+TALK = parse("""
+[Tell me|Please tell me|I want to hear] a story about [{hero}{PLOT}|a {kind}{NAME}|a {trait} {kind}{NAME}]
+{QUESTION}[~|{QUESTION}[~|{QUESTION}~]]
+""", PLOT=PLOT, NAME=NAME, QUESTION=QUESTION)
 
 
 def pronouns(name, prefix=""):
@@ -281,9 +319,29 @@ class Teller:
         return WORDS[table]
 
 
+class Talker(Teller):
+    """Tells a conversation, with one more account: of the choices that the assistant makes."""
+
+    answers_log_prob = 0.0
+
+    def choose(self, options):
+        if self.text.count("~") % 2:  # the first turn is the user's, the second the assistant's, and so on
+            self.answers_log_prob -= math.log(len(options))
+        return super().choose(options)
+
+
 def stories(n, seed):
     """n stories as (text, natural logarithm of its probability). Story i depends on (seed, i) alone; two
     seeds share no random stream."""
     for i in range(n):
         teller = Teller(random.Random(seed << 32 | i)).tell(BOOK)
         yield teller.text, teller.log_prob
+
+
+def conversations(n, seed):
+    """n conversations as (turns, the user's first; log_prob; that of the assistant's turns alone).
+    The mean of the last over the tokens of these turns is, but for its sign, the lowest loss on them."""
+    for i in range(n):
+        talker = Talker(random.Random(seed << 32 | i)).tell(TALK)
+        turns = [turn.strip() for turn in talker.text.strip("~").split("~")]
+        yield turns, talker.log_prob, talker.answers_log_prob

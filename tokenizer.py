@@ -316,14 +316,14 @@ class StreamDecoder:
 
 
 def encode_chat(tokenizer, turns):
-    """Turns [("user" or "assistant", text), ...] -> ids of "<|user|>text<|end|>", joined by line breaks
+    """Turns [("user" or "assistant", text), ...] -> ids of "<|user|>text<|end|>", joined by spaces
     (helix paper). Special tokens in a text are ordinary text: no turn can be ended from within. A last turn
     whose text is None is left open: it is for the model to write."""
     ids = []
     for role, text in turns:
         start, end = (tokenizer.specials.get(f"<|{name}|>") for name in (role, "end"))
         need(None not in (start, end), f"The tokenizer needs <|{role}|> and <|end|> for this chat.")
-        ids += [*(tokenizer.encode("\n") if ids else ()), start]
+        ids += [*(tokenizer.encode(" ") if ids else ()), start]
         ids += [*tokenizer.encode(text), end] if text is not None else []
     return ids
 

@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.runtime import (choose_device, choose_threads, compile_training, interruptible,
+from support.runtime import (chat_roles, choose_device, choose_threads, compile_training, interruptible,
                              keep_freed_memory, run_main, sink_id)
 from support.settings import answer_early, read_settings
 
@@ -62,6 +62,7 @@ class TrainConfig:
     max_steps: int = 20000  # optimizer steps in all
     batch_size: int = 32  # windows of `context` tokens in a step
     windows: str = "stream"  # where they are cut: stream (anywhere), documents (where one begins)
+    assistant_only: bool = True  # of conversations, only what the assistant says counts in the loss
     grad_accum: int = 1  # micro-batches in a step, their gradients added up: less memory, the same step
     optimizer: str = "adamw"  # adamw; muon: torch.optim.Muon for the blocks' matrices, AdamW for the rest
     lr: float = 3e-4  # peak learning rate
@@ -108,12 +109,13 @@ class TrainConfig:
 # Data
 
 
-def get_batch(ids, step, config, context, sink=None, end_of_text=None):
+def get_batch(ids, step, config, context, sink=None, end_of_text=None, roles=None):
     """Return the windows of a step, a function of (seed, step) alone: inputs, targets (batch_size, context).
 
     sink is a token id, or None: it takes the place of the first input, and the targets stay. With
     windows="documents" a window begins where the document that was drawn does, after `end_of_text`: what a
-    name refers to then stands in the same window, which is what teaches a model to look back.
+    name refers to then stands in the same window, which is what teaches a model to look back. With roles,
+    only the assistant's tokens count as targets.
     """
     rng = np.random.default_rng([config.seed, step])
     starts = rng.integers(0, len(ids) - context, size=config.batch_size)  # the last reaches the last token
@@ -123,9 +125,23 @@ def get_batch(ids, step, config, context, sink=None, end_of_text=None):
     windows = torch.from_numpy(windows.astype(np.int64))  # (batch_size, context + 1)
     inputs = windows[:, :-1].clone()
     targets = windows[:, 1:]
+    if roles:
+        targets = assistant_targets(inputs, targets, roles)
     if sink is not None:
         inputs[:, 0] = sink
     return inputs, targets
+
+
+def assistant_targets(inputs, targets, roles):
+    """Return the targets (..., T), with -100, which does not count, for what is not the assistant's to say.
+
+    Its tokens count, and the <|end|> that closes its turn: all targets for which the latest of the roles, the
+    ids of <|user|>, <|assistant|> and <|end|>, among the inputs so far is <|assistant|>. In a window that
+    begins within a turn nobody knows whose it is, so nothing counts before the first of these.
+    """
+    marks = torch.isin(inputs, torch.tensor(list(roles.values())))
+    latest = torch.where(marks, torch.arange(inputs.size(-1)), 0).cummax(dim=-1).values  # where it stands
+    return targets.where(inputs.gather(-1, latest) == roles["<|assistant|>"], -100)
 
 
 def document_start(ids, position, end_of_text, furthest):
@@ -137,12 +153,13 @@ def document_start(ids, position, end_of_text, furthest):
     return 0 if position <= furthest else position
 
 
-def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream"):
+def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows="stream", roles=None):
     """Yield (inputs, targets), each (up to batch_size, context): each token of `ids` counts once.
 
-    A target that does not count is -100. The first input is an end-of-text, which stands before the stream.
+    With roles, only the assistant's do. A target that does not count is -100. The first input is an
+    end-of-text, which stands before the stream.
     """
-    stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
+    stream, wanted = validation_stream(ids, end_of_text, roles)
     if windows == "documents":
         bounds = document_windows(ids, end_of_text, context)
     else:
@@ -153,10 +170,18 @@ def validation_batches(ids, end_of_text, context, batch_size, sink=None, windows
         targets = torch.full((len(batch), width), -100)
         for row, (start, counted, end) in enumerate(batch):
             inputs[row, : end - start] = stream[start:end]
-            targets[row, counted - start : end - start] = stream[counted + 1 : end + 1]
+            targets[row, counted - start : end - start] = wanted[counted:end]
         if sink is not None:
             inputs[:, 0] = sink
         yield inputs, targets
+
+
+def validation_stream(ids, end_of_text, roles=None):
+    """Return ids as inputs, behind an end-of-text, and as targets, each (len(ids),)."""
+    stream = torch.from_numpy(np.concatenate([[end_of_text], ids]).astype(np.int64))
+    inputs = stream[:-1]
+    targets = stream[1:]
+    return inputs, assistant_targets(inputs, targets, roles) if roles else targets
 
 
 def document_windows(ids, end_of_text, context):
@@ -180,26 +205,34 @@ def document_windows(ids, end_of_text, context):
 
 
 @torch.no_grad()
-def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream"):
+def evaluate(model, ids, tokenizer, batch_size, autocast, windows="stream", roles=None):
     """Return the loss on all of `ids`, the same every time: (nats per token, bits per byte of text).
 
     With windows="stream" they are cut wherever one is full, as for published numbers: what stood before, no
     model can know. With "documents" each is read from its beginning, and the text's entropy can be reached.
+    With roles, only the assistant's tokens count.
     """
     n_bytes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
     n_bytes[list(tokenizer.specials.values())] = 0  # an end-of-text costs bits, but is no text
     device = next(model.parameters()).device
     sink = sink_id(model.config, tokenizer)
     nats = 0.0
+    n_counted = 0  # tokens
+    size = 0  # their bytes
     model.eval()
-    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows)
+    batches = validation_batches(ids, tokenizer.end_of_text, model.config.context, batch_size, sink, windows,
+                                 roles)
     for x, y in parallel.own_items(batches):
-        with autocast:
-            _, loss = model(x.to(device), y.to(device))
-        nats += loss.item() * (y != -100).sum().item()
+        counted = y[y != -100]
+        if len(counted):  # the mean over nothing is no number
+            with autocast:
+                _, loss = model(x.to(device), y.to(device))
+            nats += loss.item() * len(counted)
+        n_counted += len(counted)
+        size += n_bytes[counted.numpy()].sum()
     model.train()
-    [nats] = parallel.total([nats])
-    return nats / len(ids), nats / math.log(2) / max(1, n_bytes[ids].sum())
+    nats, n_counted, size = parallel.total([nats, n_counted, size])
+    return nats / n_counted, nats / math.log(2) / max(1, size)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -294,11 +327,14 @@ def train(config, model_config):
     (train_ids, val_ids), tokenizer, meta = open_data(config.data, model_config)
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
+    roles = chat_roles(tokenizer) if meta["chat"] and config.assistant_only else None
+    n_val = (validation_stream(val_ids, tokenizer.end_of_text, roles)[1] != -100).sum().item()
+    need(n_val, f"the first {len(val_ids)} tokens of val.bin have none of the assistant: raise eval_tokens.")
 
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/
     run = set_up(config, model_config, meta, device, dtype)
-    print_plan(config, run.model, meta, device, dtype, len(val_ids))
-    batch_options = (config, model_config.context, sink, tokenizer.end_of_text)
+    print_plan(config, run.model, meta, device, dtype, n_val, roles)
+    batch_options = (config, model_config.context, sink, tokenizer.end_of_text, roles)
     first_rows = parallel.own_rows(*get_batch(train_ids, run.start, *batch_options))
     forward = compile_training(run.model, config, device, autocast, first_rows)
     progress = Progress(run.start, config.max_steps, tokens_per_step=config.batch_size * model_config.context)
@@ -308,20 +344,26 @@ def train(config, model_config):
     with (interruptible() as stop, run.log.file, progress.bar,
           parallel.save_if_another_ends(lambda: run.stop(step, progress))):
         if step == 0:
-            evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
+            evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast, roles, n_val)
         while step < config.max_steps and not parallel.anyone_stops(stop):
             # The batch of this step (of several processes, each takes its rows), and its learning rate
             began = time.perf_counter()
-            x, y = parallel.own_rows(*get_batch(train_ids, step, *batch_options))
+            x, y = get_batch(train_ids, step, *batch_options)
+            n_targets = (y != -100).sum().item()  # those that count
+            x, y = parallel.own_rows(x, y)
             lr = set_rates(run.optimizers, step, config)
 
-            # Forward and backward, one micro-batch after the other: their gradients add up
+            # Forward and backward, one micro-batch after the other: their gradients add up, each weighted by
+            # its share of the targets
             step_loss, merge_ratios = 0.0, []
             for x_part, y_part in zip(x.chunk(config.grad_accum), y.chunk(config.grad_accum)):
+                share = parallel.n_processes() * (y_part != -100).sum().item() / max(1, n_targets)
+                if not share:
+                    y_part = x_part  # the mean over no targets is no number; that over any, times 0, is 0
                 with autocast:
                     _, loss = forward(x_part.to(device), y_part.to(device))
-                run.scaler.scale(loss / config.grad_accum).backward()
-                step_loss += loss.item() / config.grad_accum
+                run.scaler.scale(loss * share).backward()
+                step_loss += loss.item() * share
                 if model_config.token_merging != "off":
                     merge_ratios.append(run.model.merge_ratio())
             step_loss, *merge_ratios = parallel.average(run.model, [step_loss, *merge_ratios])
@@ -334,7 +376,7 @@ def train(config, model_config):
             # Log; from time to time evaluate and save as well
             progress.add(step_loss, lr, norm, merge_ratios, time.perf_counter() - began)
             if step % config.eval_every == 0 or step == config.max_steps:
-                evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast)
+                evaluate_and_save(run, progress.row(step), val_ids, tokenizer, meta, autocast, roles, n_val)
             elif step % config.log_every == 0:
                 run.log.write(progress.row(step))
         if stop:  # Ctrl-C, or a polite kill
@@ -357,33 +399,39 @@ def set_up(config, model_config, meta, device, dtype):
         keep_freed_memory()
     optimizers = make_optimizers(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    run = parallel.Run(config, model, optimizers, scaler, meta["tokenizer"])
+    run = parallel.Run(config, model, optimizers, scaler, meta["tokenizer"], meta["chat"])
     if config.resume:
         run.resume(checkpoint)
     return run
 
 
-def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast):
-    """Evaluate, complete the row and log it, save the run, show a sample."""
+def evaluate_and_save(run, row, val_ids, tokenizer, meta, autocast, roles, n_val):
+    """Evaluate, complete the row and log it, save the run, show a sample. n_val: how many targets count."""
     config = run.config
     n_windows = config.batch_size // config.grad_accum // parallel.n_processes()  # at once, as in training
-    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows)
+    val_loss, bits_per_byte = evaluate(run.model, val_ids, tokenizer, n_windows, autocast, config.windows,
+                                       roles)
     check_finite(row["step"], validation_loss=val_loss)
     row |= {"val_loss": val_loss, "bits_per_byte": bits_per_byte}
     run.log.write(row)  # before the checkpoint: a resumed run drops the rows that it writes again
     run.save(row["step"], val_loss)
-    tqdm.write(evaluation_line(row, meta, len(val_ids)))
+    tqdm.write(evaluation_line(row, meta, n_val, roles))
     if "merge_ratio" in row:
         tqdm.write(merging_line(run.model, row["merge_ratio"], config.batch_size))
-    tqdm.write(sample_text(run.model, tokenizer, config) + "\n")
+    tqdm.write(sample_text(run.model, tokenizer, config, first_turn(val_ids, roles)) + "\n")
 
 
-def sample_text(model, tokenizer, config):
-    """Return the beginning of a document, as the model generates it now."""
+def first_turn(val_ids, roles):
+    """Return the ids up to the first <|assistant|>, for a sample to go on from: of plain text, none."""
+    return val_ids[: np.argmax(val_ids == roles["<|assistant|>"]) + 1].tolist() if roles else []
+
+
+def sample_text(model, tokenizer, config, ids):
+    """Return the beginning of a document, as the model generates it now, behind its first ids."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(config.seed)
     sink = sink_id(model.config, tokenizer)
     start = [tokenizer.end_of_text] if sink is None else [sink, tokenizer.end_of_text]
-    ids = []
+    start += ids
     model.eval()
     for token in model.generate(torch.tensor([start], device=generator.device), config.sample_tokens,
                                 temperature=0.8, generator=generator, n_ids=tokenizer.vocab_size):

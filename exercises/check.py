@@ -984,6 +984,90 @@ def join_pair(word, a, b):
     return joined
 
 
+LETTERS, USER, ASSISTANT, END = 8, 8, 9, 10
+
+
+def talk(n):
+    """The conversations of exercise 13: (n, 24)."""
+    letters = torch.randint(LETTERS, (n, 2, 4))
+    user, assistant, end = (torch.full((n, 2, 1), mark) for mark in (USER, ASSISTANT, END))
+    return torch.cat([user, letters, end, assistant, letters, end], dim=2).flatten(1)
+
+
+def check_13(my):
+    """The loss mask: by hand, then the lowest losses, then what two models have learned."""
+    try_mask(need(my, "mask"))
+    floors, train = need(my, "floors")(), need(my, "train")
+    true = 0.0, 8 * math.log(LETTERS) / 23  # of the 23 targets, the user's 8 letters are drawn
+    told = {0: {math.log(LETTERS): "What the assistant says is what the user has just said. "},
+            1: {math.log(LETTERS): "Not every token is drawn. ",
+                8 * math.log(LETTERS) / 24: "A row of 24 ids has 23 targets: nothing predicts the first. ",
+                math.log(LETTERS) / 2: "The marks are targets, too, and certain. "}}
+    for i, of in enumerate(("the assistant's tokens", "all 23 targets")):
+        if not (isinstance(floors, tuple) and len(floors) == 2):
+            raise Wrong("floors() must return two numbers.")
+        if abs(floors[i] - true[i]) > 1e-3:
+            known = next((s for value, s in told[i].items() if abs(floors[i] - value) < 1e-3), "")
+            raise Wrong(f"floors() says {floors[i]:.4f} for {of}. {known}Which of them can be foretold by a "
+                        "model that knows all about these conversations, and how many are there in all?")
+    losses = []
+    for user_counts, kind in ((False, "the assistant's tokens alone"), (True, "all tokens")):
+        answers, letters = losses_of(train(user_counts))
+        losses.append(letters)
+        print(f"Trained on {kind}: a loss of {answers:.3f} on the assistant's, {letters:.3f} on the user's.")
+        if answers > 0.1:
+            raise Wrong(f"the model trained on {kind} has a loss of {answers:.3f} on the assistant's in "
+                        "other conversations; it can come below 0.1. Try more steps, a higher learning rate.")
+    if losses[0] < losses[1] + 0.5:
+        raise Wrong("both models know the user's letters as well as one another: does train use the mask?")
+    if losses[1] > math.log(LETTERS) + 0.2:
+        raise Wrong(f"the model trained on all tokens has a loss of {losses[1]:.3f} on the user's letters, "
+                    f"and not the {math.log(LETTERS):.3f} that can be reached: does train(True) count them?")
+
+
+def try_mask(mask):
+    """Is each target counted, or not, as in a loop over the ids?"""
+    torch.manual_seed(0)
+    rows = talk(3)
+    rows[1] = rows[0].roll(-8)  # from the middle of the assistant's turn
+    rows[2, 12:] = torch.tensor([END, 1, USER, 2, END, ASSISTANT, END, ASSISTANT, 3, USER, 4, ASSISTANT])
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    before = inputs.clone(), targets.clone()
+    wanted = torch.full_like(targets, -100)
+    for row, (ids, nexts) in enumerate(zip(inputs.tolist(), targets.tolist())):
+        latest = None
+        for t, id in enumerate(ids):
+            latest = id if id in (USER, ASSISTANT, END) else latest
+            if latest == ASSISTANT:
+                wanted[row, t] = nexts[t]
+    got = {True: mask(inputs, targets, True), False: mask(inputs, targets, False)}
+    if not (torch.equal(inputs, before[0]) and torch.equal(targets, before[1])):
+        raise Wrong("mask changes its arguments: the caller still needs them.")
+    if not torch.equal(got[True], targets):
+        raise Wrong("with user_counts=True every target counts, so that mask returns them as they are.")
+    if got[False].shape == targets.shape and torch.equal(got[False], wanted):
+        return
+    if got[False].shape != targets.shape or not ((got[False] == -100) | (got[False] == targets)).all():
+        raise Wrong(f"mask must return the targets, of shape {tuple(targets.shape)}, with -100 for some.")
+    row, t = (got[False] != wanted).nonzero()[0].tolist()
+    known = {ASSISTANT: "The mark that begins its turn is put there by whoever asks, not by the assistant. ",
+             END: "The END of its own turn is the assistant's to say, and no other END. "}
+    counts = "does not count" if got[False][row, t] == -100 else "counts"
+    raise Wrong(f"of the ids {rows[row].tolist()} the target number {t}, {targets[row, t]}, {counts}. "
+                + known.get(targets[row, t].item(), "Whose turn it is, the latest mark among the inputs up "
+                                                    "to there says; before the first mark nothing counts."))
+
+
+@torch.no_grad()
+def losses_of(model):
+    """The mean losses of a model on what the assistant says, and on the user's letters."""
+    torch.manual_seed(0)
+    rows = talk(256)
+    loss = -model.eval()(rows[:, :-1])[0].log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0].view(256, 23)
+    loss = torch.cat([torch.zeros(256, 1), loss], dim=1).view(256, 2, 12).mean(dim=(0, 1))
+    return loss[7:].mean().item(), loss[1:5].mean().item()
+
+
 @torch.no_grad()
 def check_14(my):
     """A trained model, questioned: the head that copies names, and a token at which the gate matters."""

@@ -28,7 +28,7 @@ from model import LanguageModel, ModelConfig
 from support import need
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.hf_tokenizer import tokenizer_from_json, tokenizer_to_json
-from support.runtime import out_of_memory, run_main
+from support.runtime import chat_roles, out_of_memory, run_main
 from support.settings import CommandLine, check_type
 from tokenizer import ENDS
 
@@ -322,7 +322,8 @@ def write_tokenizer(tokenizer, sink, folder):
                                   "pair": [front, text, second], "special_tokens": {sink: known}}
     (folder / "tokenizer.json").write_text(json.dumps(file, ensure_ascii=False), encoding="utf-8")
     write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                "eos_token": tokenizer.token_bytes(tokenizer.end_of_text).decode("utf-8")},
+                "eos_token": tokenizer.token_bytes(tokenizer.end_of_text).decode("utf-8"),
+                **chat_template(tokenizer, sink)},
                folder / "tokenizer_config.json")
 
 
@@ -359,6 +360,19 @@ def write_generation(options, tokenizer, sink, path):
         end = tokenizer.end_of_text
         file |= {"bos_token_id": tokenizer.specials.get(sink, end), "eos_token_id": end}
     write_json(file, path)
+
+
+def chat_template(tokenizer, sink):
+    """What tokenizer_config.json has, so that apply_chat_template gives encode_chat's ids, behind a sink.
+
+    There, other than here, the name of a special token in a content becomes that token.
+    """
+    if None in chat_roles(tokenizer).values():
+        return {}
+    turn = ("{% if message['role'] not in ['user', 'assistant'] %}{{ raise_exception('The roles are user and "
+            "assistant.') }}{% endif %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>")
+    return {"chat_template": sink + "{% for message in messages %}{% if not loop.first %} {% endif %}" + turn
+            + "{% endfor %}{% if add_generation_prompt %} <|assistant|>{% endif %}"}
 
 
 def write_json(x, path):

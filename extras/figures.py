@@ -60,10 +60,11 @@ def read_run(folder):
         meta = json.loads(meta.read_text(encoding="utf-8"))
         if meta["tokenizer_sha256"] == hashlib.sha256(checkpoint["tokenizer"].encode("utf-8")).hexdigest():
             floor = meta["val"]  # the data has not been made anew
+    answers = checkpoint.get("chat") and checkpoint["train_config"]["assistant_only"]  # what counted
     return checkpoint["tokenizer"], {
-        "nats per token": (training, nats, floor.get("floor_nats_per_token")),
+        "nats per token": (training, nats, floor.get(f"floor_nats_per_{'assistant_' * bool(answers)}token")),
         "bits per byte": ([(step, loss * ratio) for step, loss in training], bits,
-                          floor.get("floor_bits_per_byte")),
+                          None if answers else floor.get("floor_bits_per_byte")),
     }
 
 

@@ -2,10 +2,13 @@
 What has a model learned of the storybook? Exact answers, since the stories come from a known grammar.
 
     python extras/judge.py --checkpoint out/tiny/ckpt.pt
+    python extras/judge.py --checkpoint out/chat/ckpt.pt --chat
 
 Two tables: the loss by kind of token (grammar, names, animals, colours, things and places when they are first
 told and when they come back), with the floor of each; and of 300 stories that the model generates, the share
-that the grammar accepts, and the share in which names, animals and colours stay the same throughout.
+that the grammar accepts, and the share in which names, animals and colours stay the same throughout. With
+--chat: the loss on the assistant's tokens and its floor, the share of questions answered rightly, and of
+the stories told on 300 requests for a hero, an animal and a colour, the share that has them.
 
 Every story can be derived in one way only, and at every fork the text tells which way was taken. So to
 recognise a story is to generate it again, choosing at each fork what agrees with the text.
@@ -14,6 +17,7 @@ recognise a story is to generate it again, choosing at each fork what agrees wit
 import math
 import os
 import random
+import re
 import sys
 from collections import defaultdict
 from itertools import accumulate
@@ -28,6 +32,7 @@ import storybook
 from support import need
 from support.runtime import open_model, run_main, start_ids
 from support.settings import CommandLine
+from tokenizer import encode_chat
 
 KINDS = {"hero": "name", "friend": "name", "kind": "animal", "friend.kind": "animal", "colour": "colour",
          "thing": "thing", "place": "place"}
@@ -244,14 +249,127 @@ def losses_by_kind(model, tokenizer, n, seed):
     return {kind: (tokens[kind], nats[kind], floor[kind]) for kind in sorted(tokens)}
 
 
+# ----------------------------------------------------------------------------------------------------------
+# Conversations
+
+ASKED = {"name": "hero", "animal": "kind", "colour": "colour"}
+
+
+def draw_requests(n, seed):
+    """n requests that name a hero, an animal and a colour -> [(request, {slot: word that it names})]."""
+    found = []
+    i = 0
+    while len(found) < n:
+        talker = storybook.Talker(random.Random(seed << 32 | i)).tell(storybook.TALK)
+        request, _, rest = talker.text.partition("~")
+        named = {slot: word for slot, word in talker.slots.items()
+                 if slot in ("hero", "kind", "trait", "colour", "thing") and has_word(request, word)}
+        if named.keys() >= set(ASKED.values()):
+            found.append((request, named))
+        i += 1
+    return found
+
+
+def has_word(text, word):
+    return re.search(rf"\b{re.escape(word)}\b", text) is not None
+
+
+@torch.no_grad()
+def answer(model, tokenizer, requests):
+    """The answer to each request, of likeliest tokens. Requests of the same length at once: no padding."""
+    end = tokenizer.specials["<|end|>"]
+    start = start_ids(model.config, tokenizer)
+    prompts = [start + encode_chat(tokenizer, [("user", text), ("assistant", None)]) for text in requests]
+    answers = {}
+    for length in sorted({len(ids) for ids in prompts}):
+        rows = [i for i, ids in enumerate(prompts) if len(ids) == length]
+        idx = torch.tensor([prompts[i] for i in rows], device=model.head_weight.device)
+        columns = []
+        ended = torch.zeros(len(rows), 1, dtype=torch.bool, device=idx.device)
+        for column in model.generate(idx, model.config.context - length, temperature=0,
+                                     n_ids=tokenizer.vocab_size):
+            columns.append(column)
+            ended |= column == end
+            if ended.all():
+                break
+        for i, ids in zip(rows, torch.cat(columns, dim=1).tolist()):
+            answers[i] = tokenizer.decode(ids[:ids.index(end)] if end in ids else ids)
+    return [answers[i] for i in range(len(requests))]
+
+
+def judge_requests(requests, stories):
+    """{what: share of the stories that have the word asked for}, that have all three of them, and that the
+    grammar accepts, with all that was asked for in its place throughout."""
+    counts = dict.fromkeys([*ASKED, "all three", "accepted"], 0)
+    for (_, named), story in zip(requests, stories):
+        used = [has_word(story, named[slot]) for slot in ASKED.values()]
+        for what, uses in zip(ASKED, used):
+            counts[what] += uses
+        counts["all three"] += all(used)
+        slots = named | storybook.pronouns(named["hero"])
+        counts["accepted"] += any(end == len(story) and not wrong for end, _, _, wrong
+                                  in derivations(story, storybook.BOOK, slots=slots))
+    return {what: count / len(requests) for what, count in counts.items()}
+
+
+@torch.no_grad()
+def read_conversations(model, tokenizer, n, seed):
+    """Read n validation conversations -> (the assistant's tokens, nats, nats of the floor, questions, right).
+
+    An answer of likeliest tokens is right, word for word, if each token of the right one is the likeliest.
+    Conversations longer than the context are left out.
+    """
+    tokens = questions = right = 0
+    nats = floor = 0.0
+    for turns, _, answers_log_prob in storybook.conversations(n, seed):
+        ids = start_ids(model.config, tokenizer)
+        answers = []  # (begin, end)
+        for i, turn in enumerate(turns):
+            role = ("user", "assistant")[i % 2]
+            ids += (tokenizer.encode(" ") if i else []) + encode_chat(tokenizer, [(role, "")])[:1]
+            begin = len(ids)
+            ids += encode_chat(tokenizer, [(role, turn)])[1:]
+            if role == "assistant":
+                answers.append((begin, len(ids)))
+        if len(ids) - 1 > model.config.context:
+            continue
+        idx = torch.tensor([ids], device=model.head_weight.device)
+        logits = model(idx[:, :-1])[0][0].float()
+        loss = torch.nn.functional.cross_entropy(logits, idx[0, 1:], reduction="none")
+        likeliest = logits.argmax(dim=-1) == idx[0, 1:]
+        nats += sum(loss[begin - 1:end - 1].sum().item() for begin, end in answers)
+        tokens += sum(end - begin for begin, end in answers)
+        floor -= answers_log_prob
+        right += sum(bool(likeliest[begin - 1:end - 1].all()) for begin, end in answers[1:])
+        questions += len(answers) - 1
+    return tokens, nats, floor, questions, right
+
+
+def judge_chat(model, tokenizer, n, seed):
+    tokens, nats, floor, questions, right = read_conversations(model, tokenizer, n, 2 * seed + 1)
+    need(tokens, f"The context of {model.config.context} tokens is too short for these conversations.")
+    print(f"{n} validation conversations: {tokens:,} tokens of the assistant, {nats / tokens:.4f} nats each, "
+          f"floor {floor / tokens:.4f}")
+    print(f"questions answered rightly: {right} of {questions}, {right / questions:.1%}")
+    requests = draw_requests(n, 2 * seed + 1)
+    shares = judge_requests(requests, answer(model, tokenizer, [request for request, _ in requests]))
+    print(f"stories for {n} requests that name a hero, an animal and a colour, likeliest tokens: "
+          + ", ".join(f"{what} {share:.1%}" for what, share in shares.items()))
+
+
 def judge_checkpoint():
     parser = CommandLine(description=__doc__.splitlines()[1])
     parser.add_argument("--checkpoint", type=Path, help="default: the newest out/*/ckpt.pt")
-    parser.add_argument("--n", type=int, default=300, help="stories (300)")
+    parser.add_argument("--n", type=int, default=300, help="stories, or conversations (300)")
+    parser.add_argument("--chat", action="store_true", help="judge conversations, not stories")
     parser.add_argument("--seed", type=int, default=1, help="of the data and of the drawing (1)")
     args = parser.parse_args()
     need(args.n >= 1, "--n must be at least 1.")
-    path, model, tokenizer = open_model(args.checkpoint, "auto", "float32")
+    path, model, tokenizer = open_model(args.checkpoint, "auto", "float32", args.chat)
+    if args.chat:
+        print(path)
+        judge_chat(model, tokenizer, args.n, args.seed)
+        return
     print(f"{path}: {args.n} validation stories, each read from its beginning")
     print(f"{'kind of token':<20}{'tokens':>8}{'nats each':>11}{'floor':>9}")
     table = losses_by_kind(model, tokenizer, args.n, 2 * args.seed + 1)

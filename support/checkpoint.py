@@ -193,12 +193,13 @@ def run_folder(config):
 class Run:
     """A run under way: its settings, model, optimizers and gradient scaler, and its folder out/<run>/."""
 
-    def __init__(self, config, model, optimizers, scaler, tokenizer_json):
+    def __init__(self, config, model, optimizers, scaler, tokenizer_json, chat=False):
         self.config = config
         self.model = model
         self.optimizers = optimizers
         self.scaler = scaler
         self.tokenizer_json = tokenizer_json
+        self.chat = chat  # does it learn from conversations?
         self.start = 0  # steps done before
         self.best_val_loss = math.inf
         self.set_folder(run_folder(config))
@@ -226,7 +227,8 @@ class Run:
         if had not in (None, has):
             print(f"it had {had} thread(s) and has {has} now, so numbers will differ in their last bits; "
                   f"not with --threads={had}")
-        if self.start < config.max_steps and {"data", "eval_tokens", "windows"} & changes.keys():
+        validation = {"data", "eval_tokens", "windows", "assistant_only"}
+        if self.start < config.max_steps and validation & changes.keys():
             self.best_val_loss = math.inf
             print("validation is another one from now on: the comparison for best.pt starts anew")
 
@@ -274,7 +276,7 @@ class Run:
             "optimizer": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "model_config": asdict(self.model.config), "train_config": asdict(self.config),
-            "tokenizer": self.tokenizer_json, "threads": torch.get_num_threads(),
+            "tokenizer": self.tokenizer_json, "chat": self.chat, "threads": torch.get_num_threads(),
         }
         for name in names:
             self.follow_folder()
@@ -301,7 +303,8 @@ class Run:
             sys.exit(128 + stop[0])
         print(f"done. Last state: {self.last_path}; best: {self.best_path}, "
               f"validation loss {self.best_val_loss:.4f}.")
-        print(f'Now try: python sample.py --checkpoint {self.last_path} --prompt "Once upon a time"')
+        more = "--chat" if self.chat else '--prompt "Once upon a time"'
+        print(f"Now try: python sample.py --checkpoint {self.last_path} {more}")
 
 
 def keep_earlier_run(folder):

@@ -30,6 +30,7 @@ from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
 END = "<|endoftext|>"  # the default delimiter
+EXAMPLE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 byte_bar = partial(tqdm, unit="B", unit_scale=True, disable=None)  # a progress bar, on a terminal only
 
 
@@ -54,15 +55,28 @@ def check_arguments(args, storybooks):
     need(args.vocab_size is None or least <= args.vocab_size <= 1 << 16,
          f"--vocab_size goes from {least} (the bytes and the special tokens) to 65536 (16-bit ids).")
     need(args.workers >= 1, "--workers must be at least 1.")
+    if args.name == "storybook_chat" or any(map(is_chat, args.input or [])):
+        need(not args.munch, "Conversations need <|user|> and <|assistant|>, which --munch does not have.")
+        need(args.delimiter == END, "A --delimiter is for plain text; in .jsonl a line is a conversation.")
+
+
+def is_chat(path):
+    """Whether a file has conversations, by its name."""
+    return bool(re.search(r"\.jsonl(\.gz)?$", str(path).lower()))
 
 
 def check_files(paths):
-    """ValueError unless all paths are files of plain text by their names. Nobody wants a model of braces."""
+    """ValueError unless all paths are files, by their names all of plain text or all of conversations.
+
+    Nobody wants a model of braces.
+    """
     for path in paths:
         need(os.path.isfile(path), f"{path} does not exist or is not a file.")
-        need(not re.search(r"\.(json|jsonl|ndjson)(\.gz)?$", str(path).lower()),
-             f"{path} is JSON; plain text is expected, the documents separated by the --delimiter: write its "
-             "texts into such a file first.")
+        need(not re.search(r"\.(json|ndjson)(\.gz)?$", str(path).lower()),
+             f"{path} is JSON; plain text is expected, the documents separated by the --delimiter, or "
+             f"conversations in a .jsonl, each a line like {EXAMPLE}.")
+        need(is_chat(path) == is_chat(paths[0]),
+             f"{path} and {paths[0]} do not go together: conversations (.jsonl) need a --name of their own.")
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -152,6 +166,72 @@ def read_documents(paths, delimiter, cut_long, label, seen):
     with byte_bar(desc=label, total=total_size(paths)) as bar:
         for path in paths:
             yield from read_pieces(path, delimiter, cut_long, bar, seen)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Conversations: in a .jsonl each line is one
+
+
+def read_lines(path, bar):
+    """Yield (number, line) for each line of a file that is not blank."""
+    rest = ""
+    number = 0
+    for block in read_text(path, bar):
+        *lines, rest = (rest + block).split("\n")
+        for line in lines:
+            number += 1
+            if line.strip():
+                yield number, line
+        need(len(rest) <= LIMIT, f"{path}, line {number + 1}, has more than {LIMIT:,} characters.")
+    if rest.strip():
+        yield number + 1, rest
+
+
+def read_conversations(paths, label):
+    """Yield the conversations of several files as (text, True), where chat_turns(text) has the turns.
+
+    Of a line, the text keeps no spaces, no order of keys, and no keys but role and content: lines that differ
+    in these alone are equal documents. ValueError with the number of a line that is no conversation.
+    """
+    with byte_bar(desc=label, total=total_size(paths)) as bar:
+        for path in paths:
+            lines = 0
+            for number, line in read_lines(path, bar):
+                messages = check_messages(line, f"{path}, line {number}")
+                yield json.dumps({"messages": messages}), True
+                lines += 1
+            need(lines, f"{path} is empty: there is no conversation in it.")
+
+
+def check_messages(line, where):
+    """A line of a .jsonl -> [{"role": ..., "content": ...}, ...], or ValueError that begins with `where`."""
+    try:
+        conversation = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where}, is not JSON; expected is a line like {EXAMPLE}.") from None
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    need(messages and isinstance(messages, list) and all(isinstance(message, dict) for message in messages),
+         f'{where}, has no list of "messages"; expected is a line like {EXAMPLE}, or text '
+         "in a file of another name, the documents separated by the --delimiter.")
+    before = None
+    for message in messages:
+        for key in ("role", "content"):
+            need(key in message,
+                 f'{where}, has a message without "{key}"; expected is a line like {EXAMPLE}.')
+        role = message["role"]
+        need(role in ("user", "assistant"),
+             f"{where}, has the role {str(role)[:40]!r}; the roles are user and assistant.")
+        need(role != before, f"{where}, has two turns of the {role} in a row: join them, or leave one out.")
+        need(isinstance(message["content"], str), f"{where}, has a content that is no text.")
+        before = role
+    need(len(messages) > 1 or before == "assistant",
+         f"{where}, has no turn of the assistant, so there is nothing to learn: leave it out.")
+    return [{key: message[key] for key in ("role", "content")} for message in messages]
+
+
+def chat_turns(text):
+    """The text of a conversation, as read_conversations gives it -> turns for encode_chat()."""
+    return [(message["role"], message["content"]) for message in json.loads(text)["messages"]]
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -363,12 +443,13 @@ def open_data(name, model_config):
     """Open data/NAME/ -> ([train ids, val ids], tokenizer, meta), checked against each other and the model.
 
     The ids are uint16 arrays that stay on disk: a batch reads its windows only. meta is meta.json, with the
-    text of tokenizer.json as meta["tokenizer"]. ValueError says what is missing, damaged or does not fit.
+    text of tokenizer.json as meta["tokenizer"], and as meta["chat"] whether the ids are conversations: an
+    <|assistant|> is among them. ValueError says what is missing, damaged or does not fit.
     """
     folder = DATA / name
     sink = model_config.sink_token
-    need(name != "storybook" or sink in ("", *bpe.SPECIALS),
-         f"data=storybook has no {sink}: take data=storybook_munch.")
+    need(name not in ("storybook", "storybook_chat") or sink in ("", *bpe.SPECIALS),
+         f"data={name} has no {sink}: take data=storybook_munch.")
     meta, tokens = read_meta(folder, model_config)
     tokenizer = tokenizer_from_json(meta["tokenizer"])
     need(sink in ("", *tokenizer.specials), f"{folder}/tokenizer.json has no token sink_token={sink!r}.")
@@ -384,6 +465,9 @@ def open_data(name, model_config):
     splits = [np.memmap(folder / f"{split}.bin", dtype="<u2", mode="r") for split in tokens]
     need(max(ids.max() for ids in splits) < tokenizer.vocab_size,
          f"the data in {folder} has ids that its tokenizer does not know.")
+    assistant = tokenizer.specials.get("<|assistant|>")
+    starts = range(0, len(splits[0]), BLOCK)  # in a chat, the first block tells
+    meta["chat"] = any((splits[0][start : start + BLOCK] == assistant).any() for start in starts)
     return splits, tokenizer, meta
 
 

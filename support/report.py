@@ -133,14 +133,15 @@ class Progress:
         return row
 
 
-def print_plan(config, model, meta, device, dtype, n_val):
-    """Print what is about to happen, before it does."""
+def print_plan(config, model, meta, device, dtype, n_val, roles=None):
+    """Print what is about to happen, before it does. With roles, only the assistant's tokens count."""
     context = model.config.context
     per_step = config.batch_size * context
     n_train = meta["train"]["tokens"]
+    whose = "of the assistant " if roles else ""
     costs = budget(model)
     n = sum(costs["parameters"].values())
-    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} to validate on")
+    print(f"data        {config.data}: {n_train:,} tokens to train on, {n_val:,} {whose}to validate on")
     threads = f" with {torch.get_num_threads()} thread(s)" if device.type == "cpu" else ""
     print(f"device      {device}, computing in {str(dtype).removeprefix('torch.')}{threads}")
     print(f"step        {config.batch_size} x {context} = {per_step:,} tokens, {config.grad_accum} part(s); "
@@ -160,14 +161,19 @@ def print_plan(config, model, meta, device, dtype, n_val):
     print(f"guess       uniform: a loss of ln {V} = {math.log(V):.3f}{expected}\n")
 
 
-def evaluation_line(row, meta, n_val):
-    """Return one line on an evaluation, with the distance from the entropy floor where that is known."""
+def evaluation_line(row, meta, n_val, roles=None):
+    """Return one line on an evaluation, with the distance from the entropy floor where that is known.
+
+    With roles, it was on n_val tokens of the assistant alone.
+    """
     train_loss = f"train {row['train_loss']:.4f}, " if "train_loss" in row else ""
     loss = row["val_loss"]
-    floor = meta["val"].get("floor_nats_per_token")
-    line = (f"step {row['step']}: {train_loss}val {loss:.4f}, perplexity {math.exp(min(loss, 700)):.4g}, "
-            f"{row['bits_per_byte']:.4f} bits per byte")
-    if floor is not None and n_val == meta["val"]["tokens"]:
+    tokens, floor = ("assistant_tokens", "assistant_token") if roles else ("tokens", "token")
+    floor = meta["val"].get(f"floor_nats_per_{floor}")
+    counted = f" (on {n_val:,} tokens of the assistant)" if roles else ""
+    line = (f"step {row['step']}: {train_loss}val {loss:.4f}{counted}, perplexity "
+            f"{math.exp(min(loss, 700)):.4g}, {row['bits_per_byte']:.4f} bits per byte")
+    if floor is not None and n_val == meta["val"][tokens]:
         line += f"; {loss - floor:.4f} above the entropy floor of {floor:.4f}"
     return line
 

@@ -120,8 +120,11 @@ def keep_freed_memory():
 
 
 @contextlib.contextmanager
-def interruptible():
+def interruptible(names=("SIGINT", "SIGTERM", "SIGHUP"),
+                  say=b"\nstopping after this step; again to quit at once\n"):
     """Yield a list that the first Ctrl-C (or kill) only appends to; a second one acts at once.
+
+    names are those of the signals: Ctrl-C, a polite kill, a closed terminal. `say` goes to stderr.
 
     A closed terminal says so twice, so that is never more than noted. A signal that is ignored stays ignored:
     so nohup, and the shell for what it runs in the background, protect a process.
@@ -133,9 +136,9 @@ def interruptible():
         if signal.Signals(number).name != "SIGHUP":
             signal.signal(number, before[number])
             with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no stderr
-                os.write(sys.stderr.fileno(), b"\nstopping after this step; again to quit at once\n")
+                os.write(sys.stderr.fileno(), say)
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C, a polite kill, a closed terminal
+    for name in names:
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, note)
@@ -298,19 +301,33 @@ def prepare_decoding(model, compile="off", threads=0, n_tokens=0):
     return cache
 
 
-def open_model(path, device, dtype):
-    """A checkpoint, the newest if path is None -> (its path, its model in eval mode, its tokenizer)."""
+def open_model(path, device, dtype, chat=False):
+    """A checkpoint, the newest if path is None -> (its path, its model in eval mode, its tokenizer).
+
+    ValueError if it is to chat and has not learned to.
+    """
     from support.checkpoint import checkpoint_tokenizer, load_checkpoint, load_model, newest_checkpoint
 
     device, dtype = choose_device(device, dtype)
     path = path or newest_checkpoint()
     checkpoint = load_checkpoint(path)
     tokenizer = checkpoint_tokenizer(checkpoint, path)
+    if chat:
+        advice = "python train.py config/chat.py makes a model to talk to."
+        missing = [name for name, id in chat_roles(tokenizer).items() if id is None]
+        need(not missing, f"the tokenizer of {path} has no {' and no '.join(missing)}: {advice}")
+        learned = checkpoint.get("chat", not checkpoint["train_config"])  # of one imported nothing is known
+        need(learned, f"{path} was trained on plain text, without <|user|> and <|assistant|>: {advice}")
     model = load_model(checkpoint).to(device, dtype).eval()
     need(tokenizer.vocab_size <= model.config.vocab_size,
          "the checkpoint's tokenizer has more tokens than its model.")
     sink_id(model.config, tokenizer)  # it must have one, if the model wants one
     return path, model, tokenizer
+
+
+def chat_roles(tokenizer):
+    """Return {name: id} of the tokens that begin and end turns; None for one that the tokenizer has not."""
+    return {name: tokenizer.specials.get(name) for name in ("<|user|>", "<|assistant|>", "<|end|>")}
 
 
 def sink_id(config, tokenizer):

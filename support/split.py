@@ -27,13 +27,18 @@ class Rule(NamedTuple):
         return f"by position (the last tenth of each of the {len(self.long)} longest documents)"
 
 
-def choose_rule(numbered_pieces):
-    """Read a corpus as a stream of (index, hundredth, piece) -> Rule. ValueError if it cannot be split."""
+def choose_rule(numbered_pieces, cut=True):
+    """Read a corpus as a stream of (index, hundredth, piece) -> Rule. ValueError if it cannot be split.
+
+    Without `cut`, no document may be cut in two.
+    """
     sizes, longest = survey(numbered_pieces)
     size = sum(sizes)
     need(size, "There is no text in the input.")
     hundredths = choose_hundredths(sizes)
-    if hundredths and 2 * sum(n_bytes for n_bytes in longest.values() if n_bytes > LONG) < size:
+    need(hundredths or cut, "These conversations are too few, or too uneven, to set some aside for "
+                            "validation: give more of them, or a --val_input.")
+    if not cut or hundredths and 2 * sum(n_bytes for n_bytes in longest.values() if n_bytes > LONG) < size:
         return Rule(hundredths, {})
     need(longest, "The input is a few short texts over and over, so none is left for validation; give more "
                   "text, or a --val_input.")

@@ -354,6 +354,32 @@ def test_export_then_import_changes_nothing(run, tokenizer, name):
         assert torch.equal(back.state_dict()[key], x), key
 
 
+@pytest.mark.parametrize("sink", ["", "<|actor|>"])
+def test_the_chat_template_gives_the_ids_of_encode_chat(run, tokenizer, sink):
+    """Rendered by Jinja, which comes with PyTorch, with the settings of transformers."""
+    jinja = pytest.importorskip("jinja2.sandbox").ImmutableSandboxedEnvironment
+    environment = jinja(trim_blocks=True, lstrip_blocks=True)
+    model = make(SMALL)
+    model.config.sink_token = sink
+    save(model, "a.pt", tokenizer)
+    run(convert, "export", "a.pt", "folder")
+    file = json.loads(Path("folder/tokenizer_config.json").read_text(encoding="utf-8"))
+    template = environment.from_string(file["chat_template"])
+    turns = [("user", " The frog\n"), ("assistant", "saw {{ a }} big {% red %}"), ("user", ""),
+             ("assistant", "  ball\n\n")]
+    for n in range(1, 5):
+        messages = [{"role": role, "content": text} for role, text in turns[:n]]
+        for more, is_open in (([], False), ([("assistant", None)], True)):
+            text = template.render(messages=messages, add_generation_prompt=is_open)
+            ids = tokenizers.encode_chat(tokenizer, turns[:n] + more)
+            front = [tokenizer.specials[sink]] if sink else []
+            assert tokenizer.encode(text, allow_special=True) == front + ids
+    bare = tokenizers.train_bpe(tokenizers.count_chunks(["The frog"]), 262, tokenizers.SILIA_SPECIALS)
+    save(make(SMALL), "b.pt", bare)
+    run(convert, "export", "b.pt", "bare")
+    assert "chat_template" not in Path("bare/tokenizer_config.json").read_text(encoding="utf-8")
+
+
 def test_silia_comes_in_and_not_out(run, tokenizer):
     """No loader of a folder with its tensors is known, so none is written; in Python the names are there."""
     model = make(SILIA)

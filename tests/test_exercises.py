@@ -42,7 +42,7 @@ def say(number, source, tmp_path):
     return "right"
 
 
-@pytest.mark.parametrize("number", range(1, 13))
+@pytest.mark.parametrize("number", range(1, 14))
 def test_the_solution_is_right(number, tmp_path):
     assert say(number, solution(number), tmp_path) == "right"
 
@@ -453,6 +453,25 @@ def test_causal_merging(source, sentence, tmp_path):
 ])
 def test_another_trainer(source, sentence, tmp_path):
     refuses(12, source, sentence, tmp_path)
+
+
+@pytest.mark.parametrize("source, sentence", [
+    ("def mask(inputs, targets, user_counts): return targets", "the target number 0,"),
+    (changed(13, "(token == ASSISTANT) | speaks & -> speaks |"), "Whose turn it is"),
+    (changed(13, "(token != USER) & (token != END) -> (token != END)"), "counts. Whose turn it is"),
+    (changed(13, "& (token != END)\n -> \n"), "counts. Whose turn it is"),
+    (changed(13, "return targets.where -> targets[:] = targets.where",
+             "dim=1), -100) -> dim=1), -100); return targets"), "changes its arguments"),
+    (changed(13, "    if user_counts:\n        return targets\n -> "), "with user_counts=True every target"),
+    (changed(13, "LETTERS) / 23 -> LETTERS) / 24"), "A row of 24 ids has 23 targets"),
+    (changed(13, "return 0.0, -> return math.log(LETTERS),"), "what the user has just said"),
+    (changed(13, "else 100 -> else 10"), "Try more steps"),
+    (changed(13, "240 if -> 60 if", "else 100 -> else 60",
+             "mask(idx[:, :-1], idx[:, 1:], user_counts)) -> mask(idx[:, :-1], idx[:, 1:], False))"),
+     "does train use the mask?"),
+])
+def test_loss_mask(source, sentence, tmp_path):
+    assert sentence in say(13, source, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 import importlib.util
 import math
 import random
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 import storybook
 import train
 from model import LanguageModel, ModelConfig
-from tokenizer import count_chunks, train_bpe
+from support.runtime import chat_roles
+from tokenizer import count_chunks, encode_chat, train_bpe
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("judge", ROOT / "extras" / "judge.py")
@@ -116,3 +119,64 @@ def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(small):
     assert loss == pytest.approx(floor, abs=1e-9)
     with pytest.raises(TypeError):
         train.evaluate(model, ids, tokenizer, 4, off, windows="stream")
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+class Speaker:
+    """A model that answers the requests that it knows as it is told, and all others with an end of turn."""
+
+    def __init__(self, tokenizer, known):
+        self.tokenizer, self.known = tokenizer, known
+        self.config, self.head_weight = ModelConfig(vocab_size=500, context=400), torch.zeros(1)
+
+    def generate(self, idx, max_new_tokens, temperature, n_ids):
+        assert temperature == 0
+        end = self.tokenizer.specials["<|end|>"]
+        texts = [self.known.get(self.tokenizer.decode(row).split("<|user|>")[1].split("<|end|>")[0], "")
+                 for row in idx.tolist()]
+        rows = [[*self.tokenizer.encode(text), end] for text in texts]
+        for t in range(max(map(len, rows))):
+            yield torch.tensor([[row[t] if t < len(row) else 7] for row in rows])
+
+
+def test_answers_to_requests_of_all_lengths_and_what_they_use(small):
+    """True stories are accepted, those with another name, animal or colour are not, nor one that is cut."""
+    _, tokenizer = small
+    requests = judge.draw_requests(12, 5)
+    assert len({len(text) for text, _ in requests}) > 3
+    for text, named in requests:
+        assert all(re.search(rf"\b{word}\b", text) for word in named.values())
+        assert {"hero", "kind", "colour"} <= named.keys()
+    known = {turns[0]: turns[1] for turns, _, _ in storybook.conversations(2000, 5)}
+    for changes in ({}, {"hero": "name"}, {"kind": "animal"}, {"colour": "colour"}):
+        stories = dict(known)
+        for text, named in requests[:6]:
+            for slot in changes:
+                stories[text] = re.sub(rf"\b{named[slot]}\b", "Nobody", stories[text])
+        told = judge.answer(Speaker(tokenizer, stories), tokenizer, [text for text, _ in requests])
+        assert told == [stories[text] for text, _ in requests]
+        shares = judge.judge_requests(requests, told)
+        for what in ("name", "animal", "colour"):
+            assert shares[what] == (0.5 if what in changes.values() else 1)
+        assert shares["all three"] == shares["accepted"] == (0.5 if changes else 1)
+    cut = judge.judge_requests(requests, [known[text][:-1] for text, _ in requests])
+    assert cut["accepted"] == 0 and cut["all three"] == 1
+
+
+def test_conversations_are_read_on_the_assistants_tokens(small):
+    """The loss is train.py's, the floor that of the conversations; who knows nothing is never right."""
+    model, tokenizer = LanguageModel(replace(small[0].config, context=800)).eval(), small[1]
+    tokens, nats, floor, questions, right = judge.read_conversations(model, tokenizer, 5, 9)
+    ids, n_questions = [], 0
+    for turns, _, _ in storybook.conversations(5, 9):
+        n_questions += len(turns) // 2 - 1
+        turns = [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+        ids += [*encode_chat(tokenizer, turns), tokenizer.end_of_text]
+    _, targets = train.validation_stream(np.array(ids), tokenizer.end_of_text, chat_roles(tokenizer))
+    off = torch.autocast("cpu", enabled=False)
+    loss, _ = train.evaluate(model, np.array(ids), tokenizer, 1, off, "documents", chat_roles(tokenizer))
+    assert tokens == (targets != -100).sum() and nats / tokens == pytest.approx(loss, rel=1e-5)
+    assert floor == pytest.approx(-sum(p for _, _, p in storybook.conversations(5, 9)))
+    assert (questions, right) == (n_questions, 0)

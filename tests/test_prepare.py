@@ -458,7 +458,7 @@ def test_a_zero_byte_is_shown_where_it_is(monkeypatch):
                 stream("bad.txt")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL.gz", "a.ndjson", "a.json"])
+@pytest.mark.parametrize("name", ["a.json", "A.JSON.gz", "a.ndjson"])
 def test_json_is_called_so(name):
     Path(name).write_text('{"text": "A story."}\n')
     assert f"{name} is JSON; plain text is expected" in refused("--name", "x", "--input", name)
@@ -847,3 +847,133 @@ def test_offline_says_what_to_do(monkeypatch):
     monkeypatch.setattr(prepare, "HUB", "http://127.0.0.1:9")
     sentence = refused()
     assert all(word in sentence for word in ("connect", os.path.join("data", "raw"), "storybook", "--input"))
+
+
+# --------------------------------------------------------------------------------------------- conversations
+
+def make_chats(n, seed=0):
+    """n conversations of one to six turns, of the texts of make_documents()."""
+    rng = random.Random(seed)
+    texts = make_documents(6 * n, seed)
+    texts += ["", " <|end|> <|user|>", "<|assistant|>", "<|endoftext|>\n", "\ud83d lone"]
+    roles = ("user", "assistant") * 3
+    return [[(role, rng.choice(texts)) for role in roles[:rng.choice((2, 2, 3, 4, 6))]] for _ in range(n)]
+
+
+def line_of(turns, **more):
+    return json.dumps({"messages": [{"role": role, "content": text, **more} for role, text in turns], **more})
+
+
+def write_chats(path, chats):
+    Path(path).write_text("".join(line_of(turns) + "\n" for turns in chats), encoding="utf-8")
+
+
+def test_conversations_from_lines_of_json(monkeypatch):
+    """Documents in the format of encode_chat; no content can forge a turn; the mask's tokens are counted."""
+    monkeypatch.setattr(corpus, "BLOCK", 100)  # lines in many blocks
+    chats, held_out = make_chats(40), make_chats(5, seed=1)
+    write_chats("a.jsonl", chats[:25])
+    lines = "\r\n \r\n".join(line_of(turns, id=" ", weight=1) for turns in chats[25:])
+    Path("b.JSONL.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf\n" + lines.encode()))
+    write_chats("val.jsonl", held_out)
+    go("--name", "talk", "--input", "a.jsonl", "b.JSONL.gz", "--val_input", "val.jsonl", "--vocab_size", 300)
+    tokenizer = load_tokenizer("data/talk/tokenizer.json")
+    meta = json.loads(Path("data/talk/meta.json").read_text("utf-8"))
+    for split, wanted in (("train", chats), ("val", held_out)):
+        ids = [id for turns in wanted for id in [*bpe.encode_chat(tokenizer, turns), tokenizer.end_of_text]]
+        assert ids_of("talk", split).tolist() == ids
+        turns = [turn for turns in wanted for turn in turns]
+        roles = [role for role, _ in turns]
+        for name, n in (("<|end|>", len(turns)), ("<|user|>", roles.count("user")),
+                        ("<|assistant|>", roles.count("assistant")), ("<|endoftext|>", len(wanted))):
+            assert ids.count(tokenizer.specials[name]) == n
+        answers = [text for role, text in turns if role == "assistant"]
+        size = len(tokenizer.decode([id for id in ids if id not in tokenizer.specials.values()]).encode())
+        assert meta[split] == {"documents": len(wanted), "tokens": len(ids), "bytes": size,
+                               "assistant_tokens": sum(len(tokenizer.encode(text)) + 1 for text in answers)}
+
+
+def test_equal_conversations_never_stand_on_both_sides(monkeypatch):
+    """However they are spelt; and the ids do not depend on the number of workers."""
+    chats = make_chats(300)
+    rng = random.Random(2)
+    lines = [rng.choice((line_of(turns), line_of(turns, id=i), " " + line_of(turns)))
+             for i, turns in enumerate(chats + chats)]
+    Path("a.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(prepare, "useful_workers", lambda workers, paths: workers)
+    for workers in (1, 2):
+        go("--name", f"w{workers}", "--input", "a.jsonl", "--vocab_size", 300, "--workers", workers)
+    assert contents("w1") == contents("w2")
+    train, val = (set(decoded("w1", split)) for split in ("train", "val"))
+    assert not train & val and len(val) >= 3
+    assert "whole documents" in split_of("w1")["rule"]
+
+
+def test_a_conversation_is_never_cut_in_two():
+    """Nor when a few hold more than half of the text, where the last tenths of plain text are taken."""
+    short = [[("user", f"What is {i}?"), ("assistant", "A number. " * 20)] for i in range(200)]
+    long = [[("user", "Count."), ("assistant", f"{i}, " * 9000)] for i in range(2)]
+    write_chats("a.jsonl", short + long)
+    go("--name", "talk", "--input", "a.jsonl", "--vocab_size", 300)
+    assert "whole documents" in split_of("talk")["rule"]
+    tokenizer = load_tokenizer("data/talk/tokenizer.json")
+    told = [tokenizer.decode(bpe.encode_chat(tokenizer, turns)) for turns in short + long]
+    assert sorted(decoded("talk", "train") + decoded("talk", "val")) == sorted(told)
+
+
+HELLO = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}'
+
+
+@pytest.mark.parametrize("line, sentence", [
+    ("Once upon a time", "line 3, is not JSON"), ('{"messages": [', "line 3, is not JSON"),
+    ("NESTED", "line 3, is not JSON"), ("[]", 'line 3, has no list of "messages"'),
+    ('{"text": "A story."}', 'line 3, has no list of "messages"; expected is a line like {"messages": ['),
+    ('{"messages": []}', 'line 3, has no list of "messages"'), ('{"messages": [1]}', "line 3, has no list"),
+    ('{"messages": [{"content": "Hi"}]}', 'line 3, has a message without "role"'),
+    ('{"messages": [{"role": "user"}]}', 'line 3, has a message without "content"'),
+    (HELLO.replace("user", "system"), "line 3, has the role 'system'"),
+    (HELLO.replace('"user"', "[1]"), "line 3, has the role '[1]'"),
+    (HELLO.replace("user", "assistant"), "line 3, has two turns of the assistant in a row"),
+    (HELLO.replace('"Hello"', "null"), "line 3, has a content that is no text"),
+    ('{"messages": [{"role": "user", "content": "Hi"}]}', "line 3, has no turn of the assistant"),
+])
+def test_a_line_that_is_no_conversation_is_told_by_its_number(line, sentence):
+    line = line.replace("NESTED", "[" * 9999)
+    Path("a.jsonl").write_text(f"{HELLO}\n\n{line}\n{HELLO}\n", encoding="utf-8")
+    assert f"a.jsonl, {sentence}" in refused("--name", "x", "--input", "a.jsonl")
+
+
+def test_files_and_options_that_conversations_do_not_go_with(monkeypatch):
+    write("a.txt", make_documents(9))
+    for name, text in (("empty.jsonl", " \n\n"), ("few.jsonl", f"{HELLO}\n" * 9)):
+        Path(name).write_text(text, encoding="utf-8")
+    save_tokenizer(bpe.train_bpe({"a": 1}, 260, ("<|endoftext|>", "<|end|>", "<|user|>", "<x>")), "t.json")
+    for arguments, sentence in (
+            (["empty.jsonl"], "empty.jsonl is empty"), (["few.jsonl"], "too few, or too uneven"),
+            (["a.txt", "few.jsonl"], "do not go together"),
+            (["a.txt", "--val_input", "few.jsonl"], "do not go together"),
+            (["few.jsonl", "--munch"], "--munch does not have"),
+            (["few.jsonl", "--delimiter", "x"], "a line is a conversation"),
+            (["few.jsonl", "--val_input", "few.jsonl", "--tokenizer", "t.json"], "needs <|assistant|> and")):
+        assert sentence in refused("--name", "x", "--input", *arguments)
+    assert "--munch does not have" in refused("--name", "storybook_chat", "--munch")
+    monkeypatch.setattr(corpus, "BLOCK", 100)
+    monkeypatch.setattr(corpus, "LIMIT", 500)
+    Path("long.jsonl").write_text(f"{HELLO}\n{HELLO * 9}\n", encoding="utf-8")
+    assert "long.jsonl, line 2, has more than 500 char" in refused("--name", "x", "--input", "long.jsonl")
+
+
+def test_a_storybook_of_conversations():
+    folder = prepare.storybook("storybook_chat", 400, train=30, val=5, seed=3)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    for split, n, stream in (("train", 30, 6), ("val", 5, 7)):
+        ids = []
+        for turns, _, _ in storybook.conversations(n, stream):
+            turns = [(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
+            ids += [*bpe.encode_chat(tokenizer, turns), tokenizer.end_of_text]
+        assert ids_of("storybook_chat", split).tolist() == ids
+    val = json.loads((folder / "meta.json").read_text("utf-8"))["val"]
+    told = list(storybook.conversations(5, 7))
+    nats = -sum(answers for _, _, answers in told)
+    assert val["floor_nats_per_assistant_token"] == pytest.approx(nats / val["assistant_tokens"])
+    assert val["floor_nats_per_token"] == pytest.approx(-sum(p for _, p, _ in told) / val["tokens"])

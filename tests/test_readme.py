@@ -1,6 +1,8 @@
 """Every command in the README is run: as it is where it is quick, smaller where it is not."""
 
+import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import re
@@ -24,6 +26,7 @@ PARTS = [part.strip() for command in COMMANDS for part in command.split("&&")]
 SMALLER = {
     "train.py": "--max_steps=2 --eval_tokens=600 --sample_tokens=5 --batch_size=2 --grad_accum=1 --n_layer=1",
     "sample.py": "--max_new_tokens=10",
+    "judge.py": "--n 2",
     "ablate.py": "--max_steps 1 --seeds 1 --variants nano",
 }
 
@@ -37,8 +40,13 @@ def workplace(tmp_path_factory):
     stories = [f"Once upon a time there was a frog, number {n}. It sang and was happy." for n in range(200)]
     for name in ("mine.txt", "more.txt", "slice.txt"):
         (folder / name).write_text("<|endoftext|>\n".join(stories), encoding="utf-8")
+    talk = [{"messages": [{"role": "user", "content": "Who is it?"}, {"role": "assistant", "content": story}]}
+            for story in stories]
+    (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, talk)), encoding="utf-8")
     for name, kind in (("tinystories", ""), ("laptop", ""), ("silia", "--munch")):
         run(folder, f"python prepare.py --name {name} --input mine.txt --vocab_size 400 --workers 1 {kind}")
+    with contextlib.chdir(folder):
+        prepare.storybook("storybook_chat", train=99, val=9)
     return folder
 
 

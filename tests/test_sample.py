@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -188,8 +189,8 @@ def test_chat_keeps_the_cache_across_turns(here, run):
     model, tokenizer = load_model(checkpoint), tokenizer_from_json(checkpoint["tokenizer"])
     end, ids, answers = tokenizer.specials["<|end|>"], [tokenizer.end_of_text], []
     for text in ("Hi frog", "Who are <|end|> you?"):  # a special token that is typed ends nothing
-        ids += tokenizer.encode("\n") if answers else []
-        ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode("\n"),
+        ids += tokenizer.encode(" ") if answers else []
+        ids += [tokenizer.specials["<|user|>"], *tokenizer.encode(text), end, *tokenizer.encode(" "),
                 tokenizer.specials["<|assistant|>"]]
         answer = []
         while len(answer) < 10 and (not answer or answer[-1] not in (end, tokenizer.end_of_text)):
@@ -199,6 +200,110 @@ def test_chat_keeps_the_cache_across_turns(here, run):
     typed = b"Hi frog\nWho are <|end|> you?\n"
     code, out, _ = run("--chat", "--max_new_tokens=10", "--temperature=0", stdin=typed)
     assert code is None and out == "".join(answer + "\n" for answer in answers)
+
+
+def longer_context(context=400, **changes):
+    """The checkpoint of `here` with another context."""
+    write_checkpoint(Path("out/run/ckpt.pt"), context=context, **changes)
+
+
+def test_an_empty_line_asks_again_and_end_of_input_ends(here, run):
+    longer_context()
+    words = ("--chat", "--max_new_tokens=5", "--temperature=0")
+    once = run(*words, stdin=b"Hi frog\nAgain")
+    code, out, err = run(*words, stdin=b"\n  \nHi frog\n\t\r\nAgain\n\n")
+    assert code is None and out == once[1] and err.count("> ") == 7
+    assert run("--chat", stdin=b"")[:2] == (None, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(here, run, monkeypatch):
+    """The model has read what it said so far; a second Ctrl-C ends the program, as does one at the prompt."""
+    longer_context()
+    words = ("--chat", "--max_new_tokens=20", "--temperature=0", "--top_k=1")
+    feed = tokenizers.StreamDecoder.feed
+    said, cut = [], []
+
+    def interrupt(decoder, id):
+        said.append(id)
+        if len(said) in cut:
+            signal.raise_signal(signal.SIGINT)
+        return feed(decoder, id)
+
+    monkeypatch.setattr(tokenizers.StreamDecoder, "feed", interrupt)
+    read = []
+    forward = LanguageModel.forward
+    monkeypatch.setattr(LanguageModel, "forward",
+                        lambda self, idx, **more: (read.append(idx), forward(self, idx, **more))[1])
+    cut.append(3)
+    code, out, _ = run(*words, stdin=b"Hi frog\nAgain\n")
+    tokenizer = tokenizer_from_json(load_checkpoint("out/run/ckpt.pt")["tokenizer"])
+    first, rest = said[:3], said[3:]
+    assert code is None and out.startswith(tokenizer.decode(first) + "\n") and rest
+    questions = [tokenizers.encode_chat(tokenizer, [("user", text), ("assistant", None)])
+                 for text in ("Hi frog", "Again")]
+    ids = [tokenizer.end_of_text, *questions[0], *first, tokenizer.specials["<|end|>"],
+           *tokenizer.encode(" "), *questions[1], *rest]
+    seen = torch.cat(read, dim=1)[0].tolist()
+    seen = seen[seen.index(tokenizer.end_of_text):]  # before it, what was read to try how many threads are best
+    assert len(seen) > len(ids) - 2 and seen == ids[: len(seen)]
+    monkeypatch.setattr(tokenizers.StreamDecoder, "feed",
+                        lambda decoder, id: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    assert run(*words, stdin=b"Hi frog\nAgain\n")[0] == 130
+
+
+@pytest.mark.parametrize("sink", ["", "<|end|>"])
+def test_a_chat_says_when_the_context_is_full(here, run, sink):
+    """A talk of any length goes on; with a sink, that stays in front."""
+    longer_context(sink_token=sink)
+    words = ("--chat", "--max_new_tokens=6", "--temperature=0")
+    assert "context" not in run(*words, stdin=b"Hi frog\nAgain\n")[2]
+    longer_context(context=24, sink_token=sink)
+    code, out, err = run(*words, stdin=b"Hi frog\n" * 5)
+    assert code is None and out.count("\n") == 5
+    assert 1 <= err.count("[the context of 24 tokens was full") < 5
+    assert "full" in run(*words, stdin=b"The frog saw a big red ball in the pond and jumped after it " * 9)[2]
+
+
+def test_no_tokens_lose_no_question(here, run, monkeypatch):
+    """With --max_new_tokens=0 nothing is read; nothing is lost either."""
+    longer_context()
+    seen = []
+    monkeypatch.setattr(sample, "generate",
+                        lambda model, tokenizer, ids, *more: (seen.append(list(ids)), ([], 0.0))[1])
+    run("--chat", stdin=b"Hi\nfrog\n")
+    assert seen[1][: len(seen[0])] == seen[0] and len(seen[1]) > len(seen[0])
+
+
+def test_turns_in_chunks_give_the_logits_of_the_whole_conversation(here):
+    longer_context()
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    model, tokenizer = load_model(checkpoint).double(), tokenizer_from_json(checkpoint["tokenizer"])
+    turns = [("user", "Hi frog"), ("assistant", "The pond"), ("user", "<|end|> <|user|>"),
+             ("assistant", "red")]
+    ids = torch.tensor([tokenizers.encode_chat(tokenizer, turns)])
+    whole = model(ids)[0]
+    ends = [i + 1 for i, id in enumerate(ids[0].tolist()) if id == tokenizer.specials["<|end|>"]]
+    assert len(ends) == 4
+    cache = Cache(400)
+    parts = [model(ids[:, begin:end], cache=cache)[0] for begin, end in zip([0, *ends], ends)]
+    assert (torch.cat(parts, dim=1) - whole).abs().max() < 1e-10
+
+
+def test_chat_needs_a_model_that_has_learned_to(here, run):
+    checkpoint = load_checkpoint("out/run/ckpt.pt")
+    for chat, data in ((False, {"data": "x"}), (None, {"data": "x"})):  # the second as it was saved before
+        more = {"train_config": data} | ({} if chat is None else {"chat": chat})
+        save_checkpoint(checkpoint | more, Path("out/run/ckpt.pt"))
+        code, out, err = run("--chat", stdin=b"Hi\n")
+        assert "was trained on plain text" in code and "train.py config/chat.py" in code and not out + err
+    save_checkpoint(checkpoint | {"train_config": {"data": "x"}, "chat": True}, Path("out/run/ckpt.pt"))
+    assert run("--chat", "--max_new_tokens=2", stdin=b"Hi\n")[0] is None
+    silia = tokenizers.train_bpe(tokenizers.count_chunks(["the frog"]), 262, tokenizers.SILIA_SPECIALS)
+    save_checkpoint(checkpoint | {"tokenizer": tokenizer_to_json(silia)}, Path("out/run/ckpt.pt"))
+    code, out, err = run("--chat", stdin=b"Hi\n")
+    assert "has no <|user|> and no <|assistant|> and no <|end|>: python train.py config/chat.py" in code
+    assert not out + err
 
 
 def test_a_byte_that_is_not_utf8_does_not_end_a_chat(here, run):

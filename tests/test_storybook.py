@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 import storybook
-from storybook import Teller, parse, stories
+from storybook import Talker, Teller, conversations, parse, stories
 
 
 class Stray(Exception):
@@ -142,3 +142,89 @@ def test_names_and_things_come_back_at_the_end():
         assert slots["hero"] != slots["friend"] and slots["kind"] != slots["friend.kind"]
         named = {"girl": storybook.GIRLS, "boy": storybook.BOYS}.get(slots["kind"])
         assert named is None or slots["hero"] in named
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+def talks(n, seed):
+    return [Talker(random.Random(seed << 32 | i)).tell(storybook.TALK) for i in range(n)]
+
+
+def test_every_conversation_has_exactly_one_derivation_and_its_probability():
+    for talker, (turns, log_prob, _) in zip(talks(40, 11), conversations(40, seed=11)):
+        (found, again), = derivations(storybook.TALK, talker.text)
+        assert found == talker.text and again == pytest.approx(log_prob, abs=1e-9)
+        assert talker.text.replace("~ ", "~") == "~".join(turns) + "~~"  # nothing is lost on the way to turns
+
+
+def test_options_are_prefix_free_wherever_a_conversation_leads():
+    for i in range(100):
+        Checker(random.Random(i)).tell(storybook.TALK)
+
+
+class Reached(Exception):
+    """All of the beginning that is searched for has been told."""
+
+
+class Beginning(Replay):
+    """Tells by a plan, up to the first choice after `goal`."""
+
+    def choose(self, options):
+        if self.text.startswith(self.goal):
+            raise Reached(self.log_prob)
+        return super().choose(options)
+
+
+def log_prob_of_beginning(goal):
+    """The probability that a conversation begins with `goal`, from all ways to tell that."""
+    found, plans = [], [[]]
+    while plans:
+        plan = plans.pop()
+        try:
+            teller = Beginning(plan, goal).tell(storybook.TALK)
+            found.append(teller.log_prob)
+        except Reached as reached:
+            found.append(reached.args[0])
+        except Stray:
+            continue
+        except Open as choice:
+            plans += [plan + [option] for option in range(choice.args[0])]
+    return math.log(math.fsum(map(math.exp, found)))
+
+
+def test_the_assistants_cost_is_that_of_its_turns_given_all_before():
+    """log p(turn | before) = log p(before and turn) - log p(before), each by a search through the grammar."""
+    for talker in talks(12, 4):
+        ends = [0] + [match.end() for match in re.finditer("~", talker.text)][:-1]  # of each turn
+        known = [log_prob_of_beginning(talker.text[:end]) for end in ends]
+        answers = [after - before for before, after in zip(known, known[1:])][1::2]
+        assert sum(answers) == pytest.approx(talker.answers_log_prob, abs=1e-9)
+        assert answers[0] < -20 and all(answer == pytest.approx(0, abs=1e-9) for answer in answers[1:])
+
+
+def test_a_request_names_what_the_story_has_and_a_question_what_it_tells():
+    seen, lengths = Counter(), Counter()
+    for talker, (turns, _, _) in zip(talks(300, 5), conversations(300, seed=5)):
+        request, story, *questions = turns
+        lengths[len(questions)] += 1
+        for text in turns:
+            assert text.isascii() and text == text.strip()
+            assert not re.search(r"[\[\]{}|~]|  |\n\n| [,.!?]", text), text
+            assert not re.search(r"\b[Aa] [aeiou]|\b[Aa]n [^aeiou]", text), text
+        for slot in ("hero", "kind", "trait", "colour", "thing", "skill", "food", "baby"):
+            word = rf"\b{talker.slots.get(slot, '~')}\b"
+            if re.search(word, request):
+                seen[slot] += 1
+                assert re.search(word, story), (request, story)
+        for question, answer in zip(questions[::2], questions[1::2]):
+            seen[question.split()[1]] += 1
+            assert question.endswith("?") and answer.endswith(".")
+            assert all(re.search(rf"\b{word}\b", story) for word in re.findall(r"\w+", answer)
+                       if word not in ("was", "lived", "near", "s", "friend", "The", "a", "the")), answer
+    assert lengths.keys() == {2, 4, 6} and min(seen.values()) > 10 and len(seen) == 11
+
+
+def test_the_same_conversations_every_time():
+    few, many = list(conversations(3, seed=5)), list(conversations(20, seed=5))
+    assert many[:3] == few

@@ -289,12 +289,12 @@ def test_stream_decoder(either):
 
 def test_chat(small):
     ids = encode_chat(small, [("user", "Hi <|end|>"), ("assistant", "Yes"), ("user", "")])
-    assert small.decode(ids) == "<|user|>Hi <|end|><|end|>\n<|assistant|>Yes<|end|>\n<|user|><|end|>"
+    assert small.decode(ids) == "<|user|>Hi <|end|><|end|> <|assistant|>Yes<|end|> <|user|><|end|>"
     assert ids.count(small.specials["<|end|>"]) == 3  # the one in the user's text is text
-    plain, written = [("user", "U"), ("assistant", "A")], "<|user|>U<|end|>\n<|assistant|>A<|end|>"
+    plain, written = [("user", "U"), ("assistant", "A")], "<|user|>U<|end|> <|assistant|>A<|end|>"
     assert encode_chat(small, plain) == small.encode(written, allow_special=True)
     assert encode_chat(small, [*plain, ("user", "V"), ("assistant", None)]) == small.encode(
-        written + "\n<|user|>V<|end|>\n<|assistant|>", allow_special=True)  # an open turn, for the model
+        written + " <|user|>V<|end|> <|assistant|>", allow_special=True)  # an open turn, for the model
     with pytest.raises(ValueError, match="<|system|>"):
         encode_chat(small, [("system", "x")])
 

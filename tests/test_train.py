@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 import torch
 
+import prepare
 import sample
+import storybook
 import train
 from model import LanguageModel, ModelConfig
 from support import checkpoint as checkpoint_module, settings
 from support.checkpoint import load_checkpoint, load_model, save_checkpoint
 from support.corpus import open_data
 from support.report import LOG_COLUMNS, Log, Progress, read_log
-from support.runtime import Output, choose_device, interruptible
+from support.runtime import Output, chat_roles, choose_device, interruptible
 from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,6 +264,142 @@ def test_accumulated_gradients_are_those_of_the_full_batch(here, monkeypatch):
     norms = [[float(row["grad_norm"]) for row in log_rows(f"out/parts{n}/log.csv")[1:]] for n in (1, 2, 4)]
     for other in norms[1:]:  # AdamW and clipping would hide gradients that are all four times too large
         assert other == pytest.approx(norms[0], rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------- conversations
+
+ROLES = {"<|user|>": 1, "<|assistant|>": 2, "<|end|>": 3}
+CHAT = ["--data=chat", "--windows=documents", "--max_steps=6", "--eval_every=3", "--log_every=1"]
+
+
+def make_chat(n=200, question="What is {}?", name="chat"):
+    """data/NAME: n conversations of four turns."""
+    lines = []
+    for i in range(n):
+        turns = [question.format(i), f"It is {NAMES[i % 8]}.", "Really?", f"Yes, {NAMES[i % 8]}."]
+        messages = [{"role": ("user", "assistant")[j % 2], "content": turn} for j, turn in enumerate(turns)]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    Path(f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return prepare.from_files(name, [f"{name}.jsonl"], vocab_size=300)
+
+
+def test_what_the_assistant_says_counts_and_the_end_of_its_turn():
+    #                user          assistant        user     end of text, assistant
+    stream = torch.tensor([0, 1, 7, 3, 9, 2, 5, 6, 3, 9, 1, 8, 3, 0, 2, 3, 0])
+    x, y = stream[None, :-1], stream[None, 1:]
+    assert train.assistant_targets(x, y, ROLES).tolist() == [
+        [-100, -100, -100, -100, -100, 5, 6, 3, -100, -100, -100, -100, -100, -100, 3, -100]]
+    # From the middle of a turn: whose it is nobody knows, up to the first mark
+    cut = train.assistant_targets(x[:, 6:], y[:, 6:], ROLES)
+    assert cut.tolist() == [[-100, -100, -100, -100, -100, -100, -100, -100, 3, -100]]
+    x, y = (torch.stack([row[0, :6], row[0, 5:11]]) for row in (x, y))
+    rows = train.assistant_targets(x, y, ROLES)
+    assert rows.tolist() == [[-100] * 5 + [5], [5, 6, 3, -100, -100, -100]]
+
+
+def test_training_and_evaluation_count_the_same_tokens():
+    """Each token of the assistant once, from windows of either kind, also where a sink hides the first."""
+    rng = np.random.default_rng(0)
+    turns = [[1, *rng.integers(10, 99, rng.integers(9)), 3, 9, 2, *rng.integers(10, 99, n), 3, 0]
+             for n in rng.integers(0, 12, 40)]
+    ids = np.concatenate(turns).astype("<u2")
+    wanted = [id for turn in turns for id in turn[turn.index(2) + 1:-1]]
+    for windows in ("stream", "documents"):
+        counted = [y[y != -100].tolist() for _, y in
+                   train.validation_batches(ids, 0, 8, 3, 7, windows, ROLES)]
+        assert [id for part in counted for id in part] == wanted
+    config = TrainConfig(batch_size=200, windows="documents")
+    plain = train.get_batch(ids, 0, config, 8, sink=7, end_of_text=0)
+    x, y = train.get_batch(ids, 0, config, 8, sink=7, end_of_text=0, roles=ROLES)
+    assert torch.equal(x, plain[0]) and torch.equal(y[y != -100], plain[1][y != -100])
+    assert (y[x == 2] != -100).all() and (y[(x == 3) | (x == 1)] == -100).all()
+
+
+class KnowsTheConversations(torch.nn.Module):
+    """A model with the true probability of what the assistant says, given all before."""
+
+    def __init__(self, tokenizer, known):
+        super().__init__()
+        self.config = ModelConfig(vocab_size=400, context=800)
+        self.tokenizer, self.known, self.weight = tokenizer, known, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, y):
+        nats, counted = 0.0, (y != -100).sum().item()
+        for row in x.tolist():
+            for text in self.tokenizer.decode(row).split("<|endoftext|>"):
+                nats -= self.known.pop(text, 0.0)
+        return None, torch.tensor(nats / counted, dtype=torch.float64)
+
+
+def test_the_floor_is_reached_by_a_model_that_knows_the_grammar(here, monkeypatch, capsys):
+    folder = prepare.storybook("storybook_chat", 400, train=20, val=8, seed=3)
+    val = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["val"]
+    floor = f"{val['floor_nats_per_assistant_token']:.4f}"
+    assert f"{floor} nats on the {val['assistant_tokens']:,}" in capsys.readouterr().out
+    (_, ids), tokenizer, _ = open_data("storybook_chat", ModelConfig(vocab_size=400, context=800))
+    known = {}
+    for turns, _, log_prob in storybook.conversations(8, 7):
+        roles = ("<|user|>", "<|assistant|>") * 4
+        known[" ".join(f"{role}{turn}<|end|>" for role, turn in zip(roles, turns))] = log_prob
+    model = KnowsTheConversations(tokenizer, known)
+    off = torch.autocast("cpu", enabled=False)
+    loss, bits = train.evaluate(model, ids, tokenizer, 3, off, "documents", chat_roles(tokenizer))
+    assert loss == pytest.approx(val["floor_nats_per_assistant_token"], abs=1e-12) and not known
+    size = sum(len(turn) for turns, _, _ in storybook.conversations(8, 7) for turn in turns[1::2])
+    assert bits == pytest.approx(loss * val["assistant_tokens"] / math.log(2) / size)
+    words = ["--data=storybook_chat", "--vocab_size=400", "--context=600", "--max_steps=1"]
+    assert run(monkeypatch, *CHAT, *words) is None
+    out = capsys.readouterr().out
+    assert f"{val['assistant_tokens']:,} of the assistant to validate on" in out
+    assert f"(on {val['assistant_tokens']:,} tokens of the assistant)" in out and "--chat" in out
+    assert f"above the entropy floor of {floor}" in out
+
+
+def test_a_chat_trains_on_the_assistants_tokens_and_resumes_exactly(here, monkeypatch, capsys):
+    """The same with and without a break, and in parts of which some have nothing that counts."""
+    make_chat()
+    assert run(monkeypatch, *CHAT) is None
+    whole = load()
+    assert whole["chat"] and "tokens of the assistant" in capsys.readouterr().out
+    save = checkpoint_module.save_checkpoint
+
+    def save_and_die(checkpoint, path):
+        save(checkpoint, path)
+        if checkpoint["step"] == 3 and path.name == "ckpt.pt":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save_and_die)
+    assert run(monkeypatch, *CHAT, "--out=broken") == 130
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", save)
+    assert run(monkeypatch, *CHAT, "--out=broken", "--resume") is None
+    assert_same_state(whole, load("out/broken/ckpt.pt"))
+    capsys.readouterr()
+    assert run(monkeypatch, *CHAT, "--out=all", "--assistant_only=false") is None
+    assert "tokens of the assistant" not in capsys.readouterr().out
+    other = load("out/all/ckpt.pt")
+    assert any(not torch.equal(x, y) for x, y in zip(whole["model"].values(), other["model"].values()))
+    assert other["chat"]  # it has learned to talk, too
+    capsys.readouterr()
+    assert run(monkeypatch, *CHAT, "--out=broken", "--resume", "--assistant_only=false", "--max_steps=7") is None
+    out = capsys.readouterr().out
+    assert "now assistant_only=False" in out and "validation is another one from now on" in out
+    norms = {}
+    for parts in (1, 4):
+        words = ["--windows=stream", "--context=6", f"--grad_accum={parts}", f"--out=p{parts}"]
+        assert run(monkeypatch, *CHAT, *words) is None
+        norms[parts] = [float(row["grad_norm"]) for row in log_rows(f"out/p{parts}/log.csv")[1:]]
+    assert norms[1] == pytest.approx(norms[4], rel=1e-4)
+
+
+def test_windows_in_which_nothing_counts_have_a_loss_and_a_gradient_of_0(here, monkeypatch):
+    make_chat(30, "What is it? " * 8)
+    words = [*CHAT, "--windows=stream", "--batch_size=1", "--eval_every=10"]
+    assert run(monkeypatch, *words, "--max_steps=20") is None
+    rows = log_rows()
+    idle = [float(row["train_loss"]) == float(row["grad_norm"]) == 0 for row in rows[1:]]
+    assert any(idle) and math.isfinite(load()["best_val_loss"])
+    assert not all(idle)
+    assert "raise eval_tokens" in run(monkeypatch, *words, "--eval_tokens=9")
 
 
 # -------------------------------------------------------------------------------------------- runs, resuming

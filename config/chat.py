@@ -1,0 +1,23 @@
+# A small Wiola to talk to, 722,392 parameters: it tells the story that is asked for, and answers questions.
+data = "storybook_chat"
+vocab_size = 1024
+context = 384  # a request, a story and three questions
+n_layer = 3
+d_model = 128
+n_head = 8
+d_ff = 256
+
+position = "spiral"
+mixer = "gated_spiral"
+ffn = "butterfly"
+norm = "rms"
+embedding_std = 0.6  # see config/tiny.py
+
+max_steps = 4000
+batch_size = 4
+windows = "documents"  # each begins with a request
+lr = 3e-3
+min_lr = 1e-4
+warmup = 0.1
+weight_decay = 0.0
+eval_every = 500
