@@ -13,11 +13,12 @@ ffn = "butterfly"
 norm = "rms"
 embedding_std = 0.6  # see config/tiny.py
 
-max_steps = 4000
-batch_size = 4
+max_steps = 6000
+batch_size = 2
 windows = "documents"  # each begins with a request
-lr = 3e-3
+lr = 2e-3
 min_lr = 1e-4
 warmup = 0.1
+beta2 = 0.99
 weight_decay = 0.0
-eval_every = 500
+eval_every = 1500

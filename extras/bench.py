@@ -189,7 +189,7 @@ def prepare(what):
 
     import storybook
     import tokenizer as bpe
-    from support.corpus import encode_batch
+    from prepare import encode_batch
     from support.hf_tokenizer import tokenizer_to_json
 
     documents = [text for text, _ in storybook.stories(8000, 1)]
