@@ -1,19 +1,20 @@
 """Exercise 14: what the small model does with names, and with its gates.
 
-Where a name is about to come back, head 3 of layer 1 gives 91% of its attention to the earlier mentions of just
-that name (over 20 stories), head 7 of that layer 86%, head 1 48%; the other 21 at most 2.3% (one seed; another
-run may have other heads, but has them in a middle layer, too). In config/helix_tiny.py it is one head, with 96%.
+Where a name is about to come back, head 7 of layer 1 gives 94% of its attention to the earlier mentions of just
+that name (over 20 stories), head 0 of that layer 93%, head 5 45%; the other 21 at most 8% (one seed; another
+run may have other heads, but has them in a middle layer, too).
 
-The gate matters at one token in a hundred: with all gates at 1, 1.2% of the tokens of those stories have a
-probability that changes by 10% or more. Behind BEFORE "said" falls from 34% to 20%. These tokens are free
-choices: the gate moves a little probability from one word to another, and not one name that is copied.
+The gate matters everywhere: with all gates at 1, 49% of the tokens of those stories have a probability that
+changes by 10% or more. The model has learned its weights for scores that the gate makes smaller; without it
+the heads attend too sharply. That a part cannot be taken out of a trained model says nothing on whether a
+model trained without it is worse: in our ablation it is not.
 
     python extras/page.py --checkpoint out/tiny/ckpt.pt --out story.html
     python exercises/check.py 14 exercises/solutions/14.py
 """
 
 CHECKPOINT = "out/tiny/ckpt.pt"
-HEAD = (1, 3)
+HEAD = (1, 7)
 BEFORE = """Once upon a time, a shy fox named Ben lived near the village. What he liked best was to dance in the sun.
 One windy day, Ben went out with a red scarf. Oh no! The wind took the scarf, and it got stuck on top of the roof. \
 Ben jumped and jumped, but he could not get it.
