@@ -315,7 +315,7 @@ def from_files(name, inputs, val_inputs=(), delimiter=END, tokenizer=None, worke
     return write_folder(name, corpus, tokenizer, useful_workers(workers, paths), **options)
 
 
-# Tokens. The second is for Silia; the third has conversations.
+# Tokens. The second is for Silia; the third has conversations, in the tokens of the first if it can.
 STORYBOOKS = {"storybook": 1024, "storybook_munch": 512, "storybook_chat": 1024}
 
 
@@ -328,6 +328,9 @@ def storybook(name="storybook", vocab_size=0, seed=1, train=25_000, val=300, lon
     print(f"Making {train + val:,} {what} for {DATA / name}.")
     vocab_size = vocab_size or STORYBOOKS[name]
     longest_match = longest_match or name == "storybook_munch"
+    if name == "storybook_chat" and vocab_size == STORYBOOKS["storybook"] and "tokenizer" not in options:
+        stories = storybook()  # a model that tells them can learn to talk about them: see config/chat.py
+        options["tokenizer"] = load_tokenizer(stories / "tokenizer.json")
     with contextlib.suppress(FileExistsError):  # another run has made the same meanwhile
         write_folder(name, corpus_class(seed, train, val), vocab_size=vocab_size, longest_match=longest_match,
                      **options)

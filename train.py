@@ -51,7 +51,7 @@ class TrainConfig:
     data: str = "tinystories"  # folder under data/, made by prepare.py
     out: str = ""  # folder under out/; empty: the name of the config file
     resume: bool = False  # continue from out/<run>/ckpt.pt
-    init_from: str = ""  # start a new run from the weights of this checkpoint
+    init_from: str = ""  # start a new run from the weights of this checkpoint (resume goes on without it)
     seed: int = 1337  # of the initial weights and of the batches
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     threads: int = 0  # of a CPU; 0: OMP_NUM_THREADS if it is set, else as many as cores are free at the start
@@ -102,7 +102,6 @@ class TrainConfig:
         need(self.windows in ("stream", "documents"), "windows is stream or documents.")
         need(self.schedule in ("cosine", "cooldown"), "schedule is cosine or cooldown.")
         need(0 <= self.cooldown <= 1, "cooldown is a share of max_steps, between 0 and 1.")
-        need(not (self.resume and self.init_from), "resume and init_from exclude each other.")
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -169,10 +169,11 @@ def starting_checkpoint(config, model_config, tokenizer_json):
 def check_same_model(path, saved, wanted, resume):
     """ValueError, naming the first field, if the model settings saved in a checkpoint are not this run's.
 
-    A run that begins from weights may merge tokens otherwise than they did, and how they were initialised
-    does not matter to it.
+    A run that begins from weights may merge tokens otherwise than they did and have another context, on which
+    no weight depends; how they were initialised does not matter to it.
     """
-    free = () if resume else ("token_merging", "merge_threshold", "init", "embedding_std", "phi")
+    free = ("context", "token_merging", "merge_threshold", "init", "embedding_std", "phi")
+    free = () if resume else free
     for name, value in wanted.items():
         need(saved[name] == value or name in free,
              f"{path} has {name}={saved[name]!r}, this run {value!r}: give it the same model options.")

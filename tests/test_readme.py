@@ -34,7 +34,7 @@ SMALLER = {
 def make_workplace():
     """The project in an empty folder, with small stand-ins for the data that the commands expect."""
     folder = Path(tempfile.mkdtemp(prefix="readme-"))
-    for path in [*ROOT.glob("*.py"), *map(ROOT.joinpath, ("config", "extras", "exercises"))]:
+    for path in [*ROOT.glob("*.py"), *map(ROOT.joinpath, ("config", "extras", "exercises", "support"))]:
         (folder / path.name).symlink_to(path, target_is_directory=path.is_dir())
     stories = [f"Once upon a time there was a frog, number {n}. It sang and was happy." for n in range(200)]
     for name in ("mine.txt", "more.txt", "slice.txt"):

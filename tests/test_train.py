@@ -134,7 +134,7 @@ def test_the_learning_rate_stays_at_its_end_value(schedule):
     ({"batch_size": 6, "grad_accum": 4}, "grad_accum"), ({"grad_accum": 0}, "grad_accum"),
     ({"max_steps": -1}, "max_steps"), ({"eval_every": 0}, "eval_every"), ({"compile": "maybe"}, "compile"),
     ({"seed": -1}, "seed"),
-    ({"resume": True, "init_from": "x"}, "exclude"), ({"optimizer": "moun"}, "optimizer"),
+    ({"optimizer": "moun"}, "optimizer"),
     ({"schedule": "linear"}, "schedule"), ({"cooldown": 1.5}, "cooldown"),
 ])
 def test_impossible_settings_are_refused(settings, word):
@@ -662,6 +662,10 @@ def test_init_from_starts_a_new_run_from_weights(here, monkeypatch):
     assert second["step"] == 0 and not second["optimizer"]["AdamW"]["state"]
     assert all(torch.equal(second["model"][k], v) for k, v in load()["model"].items())
     assert "n_layer" in run(monkeypatch, "--init_from=out/run/ckpt.pt", "--n_layer=3")
+    assert run(monkeypatch, "--max_steps=1", "--init_from=out/run/ckpt.pt", "--context=24", "--out=long") is None
+    assert load("out/long/ckpt.pt")["model_config"]["context"] == 24  # no weight depends on it
+    words = ["--init_from=out/run/ckpt.pt", "--out=second", "--resume"]  # a config file may name init_from
+    assert run(monkeypatch, "--max_steps=1", *words) is None and load("out/second/ckpt.pt")["step"] == 1
     assert "no checkpoint nowhere.pt" in run(monkeypatch, "--init_from=nowhere.pt")
     torch.save(second | {"tokenizer": ""}, "bare.pt")
     assert "bare.pt has no tokenizer: import it again" in run(monkeypatch, "--init_from=bare.pt")
