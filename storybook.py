@@ -275,6 +275,14 @@ def pronouns(name, prefix=""):
     return {prefix + "he": he, prefix + "him": him, prefix + "his": his, prefix + "He": he.capitalize()}
 
 
+def fill(slots, slot, word):
+    """The slots with one more; a name brings its pronouns."""
+    slots = slots | {slot: word}
+    if slot in ("hero", "friend"):
+        slots |= pronouns(word, "" if slot == "hero" else "friend.")
+    return slots
+
+
 class Teller:
     """Tells one story. Every choice is made by `choose`, which keeps the account of the probability: a
     subclass that chooses otherwise (by plan instead of by chance) replays the very same story code."""
@@ -299,9 +307,7 @@ class Teller:
     def word(self, slot, table):
         """The word in a slot; the first time it is asked for, it is drawn."""
         if slot not in self.slots:
-            self.slots[slot] = word = self.choose(self.words_for(slot, table))
-            if slot in ("hero", "friend"):
-                self.slots.update(pronouns(word, "" if slot == "hero" else "friend."))
+            self.slots = fill(self.slots, slot, self.choose(self.words_for(slot, table)))
         return self.slots[slot]
 
     def words_for(self, slot, table):

@@ -327,7 +327,9 @@ def train(config, model_config):
     val_ids = val_ids[: config.eval_tokens or None]
     sink = sink_id(model_config, tokenizer)
     roles = chat_roles(tokenizer) if meta["chat"] and config.assistant_only else None
-    n_val = (validation_stream(val_ids, tokenizer.end_of_text, roles)[1] != -100).sum().item()
+    n_val = len(val_ids)  # targets that count
+    if roles:
+        n_val = (validation_stream(val_ids, tokenizer.end_of_text, roles)[1] != -100).sum().item()
     need(n_val, f"the first {len(val_ids)} tokens of val.bin have none of the assistant: raise eval_tokens.")
 
     # The model with its optimizers, new or from a checkpoint; `run` holds them and writes out/<run>/

@@ -44,20 +44,11 @@ CHECKED = ("name", "animal", "colour")
 # The recogniser
 
 
-def words_of(slot, slots):
+def words_for(slot, table, slots):
     """The words that may stand in a slot, given the slots that are filled."""
     teller = storybook.Teller(None)
     teller.slots = slots
-    name, _, table = slot.partition(":")
-    return teller.words_for(name, table or name)
-
-
-def fill(slots, slot, word):
-    """The slots with one more; a name brings its pronouns."""
-    slots = slots | {slot: word}
-    if slot in ("hero", "friend"):
-        slots |= storybook.pronouns(word, "" if slot == "hero" else "friend.")
-    return slots
+    return teller.words_for(slot, table)
 
 
 def others(slot, table, slots):
@@ -97,10 +88,10 @@ def derivations(text, parts, at=0, slots=None, log_prob=0.0, wrong=()):
                 if word != slots[slot] and text.startswith(word, at):
                     yield from derivations(text, rest, at + len(word), slots, log_prob, (*wrong, slot))
             return
-        words = words_of(f"{slot}:{table}", slots)
+        words = words_for(slot, table, slots)
         for word in words:
             if text.startswith(word, at):
-                yield from derivations(text, rest, at + len(word), fill(slots, slot, word),
+                yield from derivations(text, rest, at + len(word), storybook.fill(slots, slot, word),
                                        log_prob - math.log(len(words)), wrong)
 
 
@@ -132,9 +123,10 @@ def tellings(text, parts, at=0, slots={}, p=1.0):
         for option in part:
             yield from tellings(text, [*option, *rest], at, slots, p / len(part))
     elif isinstance(part, tuple) and part[0] not in slots:
-        words = words_of(":".join(part), slots)
+        words = words_for(*part, slots)
         for word in words:
-            yield from tellings(text, [word, *rest], at, fill(slots, part[0], word), p / len(words))
+            filled = storybook.fill(slots, part[0], word)
+            yield from tellings(text, [word, *rest], at, filled, p / len(words))
     else:
         told = part if isinstance(part, str) else slots[part[0]]
         agree = len(os.path.commonprefix([told, text[at:at + len(told)]]))
@@ -203,11 +195,11 @@ class Annotator(storybook.Teller):
     def __init__(self, rng):
         super().__init__(rng)
         self.spans = []  # (start, end, kind)
-        self.costs = []  # (character at which the choice shows, kind, nats)
+        self.costs = []  # (kind, nats)
         self.kind = "grammar"
 
     def choose(self, options):
-        self.costs.append((len(self.text), self.kind, math.log(len(options))))
+        self.costs.append((self.kind, math.log(len(options))))
         return super().choose(options)
 
     def word(self, slot, table):
@@ -244,7 +236,7 @@ def losses_by_kind(model, tokenizer, n, seed):
             tokens[kind] += 1
             nats[kind] += x
             at += size
-        for _, kind, cost in story.costs:
+        for kind, cost in story.costs:
             floor[kind] += cost
     return {kind: (tokens[kind], nats[kind], floor[kind]) for kind in sorted(tokens)}
 

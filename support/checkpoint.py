@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from model import LanguageModel, ModelConfig
 from support import need
-from support.files import atomic_write, free_name, remove_leftovers
+from support.files import atomic_write, free_name, leftovers
 from support.hf_tokenizer import tokenizer_from_json
 from support.report import Log, read_log
 from support.runtime import out_of_memory
@@ -235,8 +235,8 @@ class Run:
 
     def open_folder(self):
         """Begin to write; an earlier run of this name moves aside, unless it is this one."""
-        if self.folder.exists():
-            remove_leftovers(self.folder)
+        for path, _ in leftovers(self.folder):
+            path.unlink(missing_ok=True)
         if not self.config.resume:
             keep_earlier_run(self.folder)
         log = self.folder / "log.csv"

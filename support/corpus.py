@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import tokenizer as bpe
 from support import need
-from support.files import is_running
+from support.files import leftovers
 from support.hf_tokenizer import tokenizer_from_json
 
 DATA = Path("data")
@@ -322,20 +322,14 @@ def check_links(path):
              f"{link} is a link to {target}, which is not there; bring that back, or remove the link.")
 
 
-def remove_leftovers(name):
-    """Remove what killed runs left behind: their folders' names hold the number of a process that is gone."""
-    for old in DATA.iterdir():
-        match = re.fullmatch(rf"\.{re.escape(name)}\.(\d+)\.tmp", old.name)
-        if match and not is_running(int(match[1])):
-            shutil.rmtree(old, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def new_folder(name):
     """Give a folder under a temporary name, which becomes data/NAME if all goes well and vanishes if not."""
     check_links(DATA / name)
     DATA.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(name)
+    for path, hidden_name in list(leftovers(DATA)):
+        if hidden_name == f".{name}":
+            shutil.rmtree(path, ignore_errors=True)
     folder = DATA / f".{name}.{os.getpid()}.tmp"
     folder.mkdir(exist_ok=True)
     try:

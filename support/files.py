@@ -46,12 +46,15 @@ def is_running(process):
         return isinstance(error, PermissionError)
 
 
-def remove_leftovers(folder):
-    """Remove what killed processes left half-written: its names hold the number of a process that is gone."""
+def leftovers(folder):
+    """Yield (path, the name that it was to get) of what killed processes left half-written in a folder.
+
+    It is called NAME.PROCESS.tmp, and there is no such process any more.
+    """
     for path in folder.glob("*.tmp"):
-        match = re.fullmatch(r".+\.(\d+)\.tmp", path.name)
-        if match and not is_running(int(match[1])):
-            path.unlink(missing_ok=True)
+        match = re.fullmatch(r"(.+)\.(\d+)\.tmp", path.name)
+        if match and not is_running(int(match[2])):
+            yield path, match[1]
 
 
 def free_name(path):
