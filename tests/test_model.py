@@ -154,7 +154,7 @@ def test_grouped_heads_shrink_the_cache():
     ({"mixer": "atention"}, "choices: gated_spiral, cross_layer"), ({"ffn": "butterfy"}, "ffn"),
     ({"position": "x"}, "position"),
     ({"n_layer": 0}, "n_layer"), ({"vocab_size": -1}, "vocab_size"), ({"rope_base": 0.0}, "rope_base"),
-    ({"norm_eps": 0.0}, "norm_eps"), ({"n_kv_head": -1}, "n_kv_head"),
+    ({"norm_eps": 0.0}, "norm_eps"), ({"n_kv_head": -1}, "n_kv_head"), ({"weight_std": -0.1}, "weight_std"),
 ])
 def test_bad_settings_are_refused_by_name(changes, word):
     with pytest.raises(ValueError, match=word):
@@ -168,6 +168,19 @@ def test_initial_weights_are_as_published():
     assert all((p == 1).all() or (p == 0).all() for p in model.parameters() if p.dim() == 1)
     _, loss = model(ids(4, 100, 500), ids(4, 100, 500, seed=2))
     assert abs(loss.item() - math.log(500)) < 0.1
+
+
+@pytest.mark.parametrize("init", ["truncated_normal", "normal"])
+def test_weight_std_0_keeps_the_size_of_what_a_product_gets(init):
+    config = ModelConfig(vocab_size=500, n_layer=2, d_model=128, d_ff=512, init=init, weight_std=0.0)
+    model = LanguageModel(config)
+    cut = 0.88 if init == "truncated_normal" else 1.0  # the deviation that is left
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features >= 128:
+            x = torch.randn(100, module.in_features)
+            assert abs((x @ module.weight.detach().T).std() - cut) < 0.06
+    assert model.embedding.weight.std() < 0.021  # it has a deviation of its own
+    assert abs(LanguageModel(ModelConfig(weight_std=0.1, init=init)).blocks[0].ffn.up.weight.std() - 0.1 * cut) < 0.002
 
 
 # -------------------------------------------------------------------------------------------- exact decoding
