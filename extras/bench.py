@@ -2,12 +2,12 @@
 How fast is it here? One command, one table, in Markdown.
 
     python extras/bench.py                         everything, three rounds: three quarters of an hour
-    python extras/bench.py --quick                 eight rows, idle and beside a busy process: 12 minutes
+    python extras/bench.py --quick                 eight rows, idle and beside a busy process: @@ minutes
     python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
     python extras/bench.py --out docs/bench.md     into a section of that file as well
 
-Each number is the median over rounds that take all rows in turn, each in a process of its own, so that a
-noisy machine disturbs them alike; compare rows of one run only. With the published package in the same
+Each number is the median over rounds that take all rows in turn, each in a process of its own (with --quick
+first idle, then beside a busy process), so that a noisy machine disturbs them alike; compare rows of one run only. With the published package in the same
 environment (pip install wiola13m==1.0.1 transformers==4.45.2) its model is measured beside ours; with the
 packages tokenizers or rustbpe, these are too. Peak memory is that of the whole process, PyTorch included.
 """
@@ -275,9 +275,10 @@ def neighbour(busy):
             process.wait()
 
 
-def measure(row):
-    """One row in a process of its own -> [value, unit, peak memory in bytes], or None if it failed."""
-    command = [sys.executable, __file__, "--row", json.dumps(row)]
+def measure(row, conditions):
+    """One row in a process of its own -> [value, unit, peak memory in bytes] for each condition, or None if it
+    failed. conditions: whether another process is busy."""
+    command = [sys.executable, __file__, "--row", json.dumps([*row, conditions])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr.splitlines()[-1] if done.stderr else "failed", file=sys.stderr)
@@ -285,13 +286,26 @@ def measure(row):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure_here(section, label, options):
+def measure_here(section, label, options, conditions):
     """Print what `measure` returns."""
     import resource
 
-    value, unit = SECTIONS[section](**options)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(json.dumps([value, unit, peak]))
+    found = []
+    for busy in conditions:
+        with neighbour(busy), threads_as_before():
+            value, unit = SECTIONS[section](**options)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        found.append([value, unit, peak])
+    print(json.dumps(found))
+
+
+@contextlib.contextmanager
+def threads_as_before():
+    """Give PyTorch, if it is used, its threads back at the end: each measurement chooses for itself."""
+    before = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(before)
 
 
 def show(found):
@@ -353,12 +367,10 @@ def main():
     conditions = {"idle": False, "beside a busy process": True} if args.quick else {"result": False}
     results = {(i, name): [] for i in range(len(chosen)) for name in conditions}
     for n in range(args.rounds):
-        for name, busy in conditions.items():
-            with neighbour(busy):
-                for i, row in enumerate(chosen):
-                    print(f"round {n + 1}, {name}: {row[0]}, {row[1]}", file=sys.stderr)
-                    if found := measure(row):
-                        results[i, name].append(found)
+        for i, row in enumerate(chosen):
+            print(f"round {n + 1}: {row[0]}, {row[1]}", file=sys.stderr)
+            for name, found in zip(conditions, measure(row, list(conditions.values())) or []):
+                results[i, name].append(found)
     lines = table(chosen, conditions, results)
     print("\n".join(lines))
     if args.out:
