@@ -34,7 +34,7 @@ So a layer asks its `past` for one of two things, and is written once, for train
 chunks of any lengths and gives the same logits: to 1e-10 in float64, to rounding in float32.
 
 "Why" in a docstring is what the authors expected; "in our ablation" is what we measured at small size, with
-three seeds (README.md, extras/ablate.py).
+three seeds (docs/ablations.md, extras/ablate.py).
 
 Map:  ModelConfig | rotary positions: plain, spiral, helix | attention | the cache | norms |
       mixers: plain, Nano's, helix's, Silia's | feed-forwards | blocks | token merging |
@@ -815,7 +815,8 @@ class LanguageModel(nn.Module):
         weights stay as PyTorch makes them (init="pytorch").
 
         0.02 is GPT-2's, right for some 2,500 inputs. With weight_std=0 a product is as large as its input
-        whatever the width, and narrow models learn much faster (config/tiny.py).
+        whatever the width: config/tiny.py has a loss of 0.353 after 2,500 steps, not 0.442, but is no better
+        in the end.
         """
         fill = PARTS["init"][self.config.init]
         if fill is None:
