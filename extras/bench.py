@@ -7,9 +7,10 @@ How fast is it here? One command, one table, in Markdown.
     python extras/bench.py --out docs/bench.md     into a section of that file as well
 
 Each number is the median over rounds that take all rows in turn, each in a process of its own (with --quick
-first idle, then beside a busy process), so that a noisy machine disturbs them alike; compare rows of one run only. With the published package in the same
-environment (pip install wiola13m==1.0.1 transformers==4.45.2) its model is measured beside ours; with the
-packages tokenizers or rustbpe, these are too. Peak memory is that of the whole process, PyTorch included.
+first idle, then beside a busy process), so that a noisy machine disturbs them alike; compare rows of one run
+only. With the published package in the same environment (pip install wiola13m==1.0.1 transformers==4.45.2)
+its model is measured beside ours; with the packages tokenizers or rustbpe, these are too. Peak memory is that
+of the whole process, PyTorch included.
 """
 
 import argparse

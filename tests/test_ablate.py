@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_exactly(here, monkeypatch, variant):
 
     rows = [next(csv.reader(Path(name).open(encoding="utf-8"))) for name in ("whole.csv", "killed.csv")]
     rows = [dict(zip(ablate.COLUMNS, row)) | {"tokens_per_core_second": ""} for row in rows]
-    assert rows[0] == rows[1] and int(rows[0]["tokens"]) == 6 * 4 * 16
+    assert rows[0] == rows[1] and int(rows[0]["tokens"]) == 6 * 2 * 16
 
 
 def test_a_checkpoint_with_other_settings_is_not_continued(here, monkeypatch):
