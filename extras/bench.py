@@ -2,7 +2,7 @@
 How fast is it here? One command, one table, in Markdown.
 
     python extras/bench.py                         everything, three rounds: three quarters of an hour
-    python extras/bench.py --quick                 eight rows, idle and beside a busy process: some minutes
+    python extras/bench.py --quick                 eight rows, idle and beside a busy process: 9 minutes
     python extras/bench.py --only decode           one section: train, decode, prefill, prepare, merge, memory
     python extras/bench.py --out docs/bench.md     into a section of that file as well
 
