@@ -10,7 +10,7 @@ Each number is the median over rounds that take all rows in turn, each in a proc
 first idle, then beside a busy process), so that a noisy machine disturbs them alike; compare rows of one run
 only. With the published package in the same environment (pip install wiola13m==1.0.1 transformers==4.45.2)
 its model is measured beside ours; with the packages tokenizers or rustbpe, these are too. Peak memory is that
-of the whole process, PyTorch included.
+of the whole process, PyTorch included, with --quick in both of its measurements.
 """
 
 import argparse
@@ -277,8 +277,10 @@ def neighbour(busy):
 
 
 def measure(row, conditions):
-    """One row in a process of its own -> [value, unit, peak memory in bytes] for each condition, or None if it
-    failed. conditions: whether another process is busy."""
+    """One row in a process of its own -> [value, unit, peak memory in bytes] for each condition, or None.
+
+    conditions: whether another process is busy, for each. None: it failed, which is said on stderr.
+    """
     command = [sys.executable, __file__, "--row", json.dumps([*row, conditions])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -291,22 +293,19 @@ def measure_here(section, label, options, conditions):
     """Print what `measure` returns."""
     import resource
 
+    if len(conditions) > 1:
+        import torch
+
+        threads = torch.get_num_threads()
     found = []
     for busy in conditions:
-        with neighbour(busy), threads_as_before():
+        with neighbour(busy):
             value, unit = SECTIONS[section](**options)
+        if len(conditions) > 1:  # each chooses its threads anew, among all that PyTorch would take
+            torch.set_num_threads(threads)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         found.append([value, unit, peak])
     print(json.dumps(found))
-
-
-@contextlib.contextmanager
-def threads_as_before():
-    """Give PyTorch, if it is used, its threads back at the end: each measurement chooses for itself."""
-    before = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
-    yield
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(before)
 
 
 def show(found):

@@ -172,8 +172,7 @@ def check_same_model(path, saved, wanted, resume):
     A run that begins from weights may merge tokens otherwise than they did and have another context, on which
     no weight depends; how they were initialised does not matter to it.
     """
-    free = ("context", "token_merging", "merge_threshold", "init", "embedding_std", "weight_std",
-            "phi")
+    free = ("context", "token_merging", "merge_threshold", "init", "embedding_std", "weight_std", "phi")
     free = () if resume else free
     for name, value in wanted.items():
         need(saved[name] == value or name in free,

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import json
-import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "extras"))
@@ -41,6 +43,11 @@ def measured(monkeypatch):
             bench.measure_here(section_name, label, options | {"label": label}, conditions)
         return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
 
+    def peak(process):
+        size = (5e8 + len(log) * 1e6) / (1 if sys.platform == "darwin" else 1024)
+        return SimpleNamespace(ru_maxrss=size)
+
+    monkeypatch.setattr(resource, "getrusage", peak)
     monkeypatch.setattr(bench, "SECTIONS", dict.fromkeys(bench.SECTIONS, section))
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.setattr(bench.subprocess, "Popen", Neighbour)
@@ -58,9 +65,26 @@ def test_quick_measures_eight_rows_idle_and_beside_a_busy_process(measured, monk
     lines = (tmp_path / "a.md").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "## Quick" and "with wiola13m 1.0." in lines[2] and len(lines) == 6 + 8
     assert lines[4] == "| what | which | idle | beside a busy process | peak memory | rounds |"
-    assert re.sub(r"[\d,]+ MB", "541 MB", lines[6]) == ("| train | nano, float32 | 1,700 (100 to 3,300) tokens/s | "
-                        "1,800 (200 to 3,400) tokens/s | 541 MB | 3 |")
+    assert lines[6] == ("| train | nano, float32 | 1,700 (100 to 3,300) tokens/s | "
+                        "1,800 (200 to 3,400) tokens/s | 534 MB | 3 |")
     assert capsys.readouterr().out.splitlines() == lines[2:]
+
+
+def test_each_condition_starts_with_all_of_pytorchs_threads(monkeypatch, capsys):
+    before, seen = torch.get_num_threads(), []
+
+    def section():
+        seen.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return 1.0, "tokens/s"
+
+    monkeypatch.setitem(bench.SECTIONS, "decode", section)
+    try:
+        torch.set_num_threads(3)
+        bench.measure_here("decode", "", {}, [False, False])
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 3]
 
 
 def test_its_section_of_a_file_is_replaced_and_nothing_else(tmp_path):
