@@ -922,15 +922,29 @@ def sample_token(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     need(temperature >= 0, f"temperature={temperature} must be 0 or more.")
     need((top_k or 0) >= 0, f"top_k={top_k} must be 0 (off) or more.")
     need(0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1.")
+    logits = at_least_float32(logits)
     if temperature < 1e-6:
         return logits.argmax(dim=-1, keepdim=True)
-    logits = at_least_float32(logits) / temperature
+    logits = logits / temperature
     if not top_k and top_p >= 1:
-        return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)  # sorting would cost more
+        return draw(logits.softmax(dim=-1), generator)  # sorting would cost more
     V = logits.size(-1)
     logits, ids = logits.topk(min(top_k or V, V))  # (B, V) -> (B, k), likeliest first
     probs = logits.softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     mass_before[:, 0] = 0  # exactly, so that one token always stays
     probs = probs.masked_fill(mass_before >= top_p, 0)
-    return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
+    return ids.gather(-1, draw(probs, generator))
+
+
+def draw(probs, generator=None):
+    """Draw an index for each row of probs (B, n), which need not add up to 1 -> (B, 1).
+
+    It is the first whose running sum exceeds a uniform number. torch.multinomial would draw n random numbers:
+    with n = 32,000 that takes as long as two layers.
+    """
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    sums = probs.cumsum(dim=-1, dtype=exact)
+    total = sums[:, -1:]
+    x = total * torch.rand(total.shape, dtype=exact, device=probs.device, generator=generator)  # below total
+    return torch.searchsorted(sums, x, right=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import (PARTS, Cache, HydraAttention, LanguageModel, ModelConfig, NoCache, apply_rotary,
-                   attention_by_hand, causal_attention, running_mean, sample_token)
+                   attention_by_hand, causal_attention, draw, running_mean, sample_token)
 from support.report import budget
 
 # The helix family; its parts alone are in VARIANTS.
@@ -581,6 +581,24 @@ def test_sampling_options_mean_what_they_say():
     assert all(abs(a - b) < 0.04 for a, b in zip(share, (0.5, 0.3, 0.15, 0.05)))
     cold = draws(logits, temperature=0.5)  # probabilities squared
     assert abs(cold[0] / cold[1] - 25 / 9) < 0.5
+
+
+@pytest.mark.parametrize("uniform, ids", [(0.0, [1, 0]), (0.4999, [1, 1]), (0.5, [3, 2]), (1 - 2**-53, [3, 3])])
+def test_a_uniform_number_picks_its_place_in_the_running_sum(monkeypatch, uniform, ids):
+    """The first number that is reached, never one of probability 0; the sum of a row may be any."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, uniform, dtype=torch.float64))
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0], [0.75, 0.75, 0.75, 0.75, 0.0]])
+    assert draw(probs).tolist() == [[ids[0]], [ids[1]]]
+
+
+def test_draws_among_many_have_their_probabilities():
+    """A third of the mass on one of 32,000, the rest spread evenly."""
+    probs = torch.full((1, 32000), 2 / 3 / 31999)
+    probs[0, 31000] = 1 / 3
+    out = draw(probs.expand(3000, -1), torch.Generator().manual_seed(0)).flatten()
+    assert abs((out == 31000).sum().item() / 3000 - 1 / 3) < 0.03
+    rest = out[out != 31000]
+    assert abs((rest < 16000).sum().item() / len(rest) - 0.5) < 0.05 and len(rest.unique()) > 1900
 
 
 def test_ties_keep_exactly_k():

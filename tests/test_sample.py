@@ -66,7 +66,7 @@ def run(monkeypatch, capsys):
 
 
 def test_text_goes_to_stdout_and_speed_to_stderr(here, run):
-    code, out, err = run("--prompt", "The frog", "--max_new_tokens", "12")
+    code, out, err = run("--prompt", "The frog", "--max_new_tokens", "12", "--no_stop")
     assert code is None and out.startswith("The frog") and len(out) > len("The frog\n") and out.endswith("\n")
     assert err.startswith("[12 tokens, ") and "tokens/s" in err and err.count("\n") == 1
 
