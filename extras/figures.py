@@ -6,10 +6,11 @@ Pictures for the classroom: one command, one PNG, in shades of grey.
     python extras/figures.py rotary                          how pairs turn: plain, spiral and helix positions
     python extras/figures.py gates                           the gate of every head at every token of a story
     python extras/figures.py attention                       what one head reads to predict the next token
+    python extras/figures.py stories                         how probable stories are: to the model, in truth
     python extras/figures.py merges --merge_threshold 0.3    which tokens are merged in training
     python extras/figures.py pieces --text "A thunderstorm"  how a text is cut, as the tokenizer learns
 
---out names the file. The last four look into a checkpoint: the newest under out/, or --checkpoint. Drawing
+--out names the file. The last five look into a checkpoint: the newest under out/, or --checkpoint. Drawing
 takes matplotlib, which is optional: pip install matplotlib. What is drawn comes from functions of their own,
 which do without it.
 """
@@ -236,6 +237,27 @@ def lay_out(pieces, width):
     return places
 
 
+@torch.no_grad()
+def story_costs(model, tokenizer, n=300, seed=19):
+    """-log p of n stories that no model has trained on, in nats: a list of (by the grammar, by the model).
+
+    The grammar's is exact, so on average no model has a lower one. A story longer than the context is left
+    out.
+    """
+    costs = []
+    start = start_ids(model.config, tokenizer)
+    for story, log_prob in storybook.stories(n, seed):
+        ids = start + tokenizer.encode(story) + [tokenizer.end_of_text]
+        if len(ids) - 1 <= model.config.context:
+            idx = torch.tensor([ids])
+            logits, _ = model(idx[:, :-1])
+            told = slice(len(start) - 1, None)  # a sink is given, not told
+            loss = F.cross_entropy(logits[0, told].double(), idx[0, 1:][told], reduction="sum")
+            costs.append((-log_prob, loss.item()))
+    need(costs, f"no story fits a context of {model.config.context} tokens.")
+    return costs
+
+
 # ----------------------------------------------------------------------------------------------------------
 # The pictures
 
@@ -430,6 +452,20 @@ def draw_attention(plt, args):
     return page.done()
 
 
+def draw_stories(plt, args):
+    checkpoint, tokenizer = read_checkpoint(args)
+    costs = story_costs(load_model(checkpoint).eval(), tokenizer)
+    truth, found = (sum(column) / len(costs) for column in zip(*costs))
+    ends = [f(cost for cost, _ in costs) for f in (min, max)]
+    figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    ax.plot(ends, ends, color="0.6", label=f"the grammar: {truth:.1f} nats a story")
+    ax.plot(*zip(*costs), "o", color="black", markersize=3, label=f"the model: {found:.1f}")
+    ax.set(title=f"{len(costs)} stories, each as probable as it really is?", xlabel="-log p by the grammar, nats",
+           ylabel="-log p by the model, nats")
+    ax.legend()
+    return figure
+
+
 def draw_merges(plt, args):
     changes = {} if args.merge_threshold is None else {"merge_threshold": args.merge_threshold}
     model, tokenizer, ids = read_model(args, STORY, token_merging="paper", **changes)
@@ -485,6 +521,7 @@ PICTURES = {
     "rotary": (draw_rotary, []),
     "gates": (draw_gates, ["--checkpoint", "--text"]),
     "attention": (draw_attention, ["--checkpoint", "--text", "--head"]),
+    "stories": (draw_stories, ["--checkpoint"]),
     "merges": (draw_merges, ["--checkpoint", "--text", "--merge_threshold"]),
     "pieces": (draw_pieces, ["--checkpoint", "--text"]),
 }

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "extras"))
 
 import figures
+import storybook
 import tokenizer as tokenizers
 from model import LanguageModel, ModelConfig, apply_rotary
 from support.checkpoint import save_checkpoint
@@ -119,6 +120,20 @@ def test_merges_are_those_of_the_greedy_scan():
     assert found[2].tolist() == expected
 
 
+@pytest.mark.parametrize("sink", ["", "<|actor|>"])
+def test_story_costs_are_those_of_the_grammar_and_of_every_token(sink):
+    """A model to which all tokens are alike: each costs log V, the end of the story too, a sink nothing."""
+    specials = tokenizers.SILIA_SPECIALS if sink else tokenizers.SPECIALS
+    tokenizer = tokenizers.train_bpe(tokenizers.count_chunks([TEXT, TEXT]), 300, specials)
+    model = small_model(context=600, sink_token=sink)
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    told = [(-log_prob, tokenizer.encode(text)) for text, log_prob in storybook.stories(20, 19)]
+    fit = [(cost, (len(ids) + 1) * math.log(300)) for cost, ids in told if len(ids) + 1 <= 600]
+    assert 0 < len(fit) < 20
+    assert figures.story_costs(model, tokenizer, n=20) == [pytest.approx(pair) for pair in fit]
+
+
 def test_cuts_grow_with_the_merges():
     ways = figures.cuts(TOKENIZER, "the frog jumped\n")
     assert [name for name in ways] == ["BPE after 0 merges", "BPE after 5 merges", "BPE after 20 merges",
@@ -210,9 +225,10 @@ def matplotlib():
 def test_every_picture_is_small_and_grey(here, draw, matplotlib):
     from PIL import Image
 
+    write_run(Path("out/long"), context=900)
     for words in (["blocks"], ["loss", "out/run"], ["rotary"], ["gates"], ["attention"], ["pieces"],
-                  ["merges", "--merge_threshold", 0.1]):
-        text = ["--text", TEXT] if words[0] not in ("blocks", "loss", "rotary") else []
+                  ["stories", "--checkpoint", "out/long/ckpt.pt"], ["merges", "--merge_threshold", 0.1]):
+        text = ["--text", TEXT] if words[0] not in ("blocks", "loss", "rotary", "stories") else []
         assert draw(*words, *text) is None, words
         path = Path(f"{words[0]}.png")
         image = Image.open(path)
@@ -248,6 +264,7 @@ def test_errors_are_sentences(here, draw, matplotlib):
         (["merges", *silia], "token_merging"),
         (["merges", "--checkpoint", "out/young/ckpt.pt", "--text", "A"], "no middle layer"),
         (["merges", *plain, "--merge_threshold", 2], "merge_threshold"),
+        (["stories", *plain], "no story fits"),
         (["pieces", "--checkpoint", "out/none.pt"], "no checkpoint"), (["loss", "out/young"], "no losses"),
         (["loss"], "required: runs"), (["gates", "--chekpoint", "x"], "chekpoint"),
         (["gate"], "invalid choice"),
