@@ -192,8 +192,9 @@ def lay_out_by_columns(model):
 def compile_decoding(model, cache):
     """Compile the pass over one token, its weights "frozen": laid out once as the products like them best.
 
-    It takes a quarter of a minute on two CPU cores; then a token takes half the time. Prompts are read as
-    before. ValueError where it fails: if there is no C++ compiler, for example.
+    It takes a quarter of a minute on two CPU cores; then a token takes half the time. PyTorch's cache does not
+    keep frozen code, so a second start takes as long (without freezing half as long, but then a token takes
+    twice the time). Prompts are read as before. ValueError where it fails: without a C++ compiler, say.
     """
     import torch
     import torch._inductor.config as inductor
@@ -220,7 +221,8 @@ def compile_decoding(model, cache):
 def compile_if_it_pays(model, cache, n_tokens):
     """Compile if decoding n_tokens would take so long that half of it is more than compiling takes.
 
-    It says so, and that it failed, on stderr. Return whether the model is compiled now.
+    It says so, and that it failed, on stderr. Return whether the model is compiled now. (In a thread beside
+    the decoding it would take no longer, but meanwhile only a tenth of the tokens would come: Python's lock.)
     """
     seconds = n_tokens * seconds_per_token(model, cache)
     if seconds / 2 < COMPILING_SECONDS:
