@@ -456,12 +456,12 @@ def draw_stories(plt, args):
     checkpoint, tokenizer = read_checkpoint(args)
     costs = story_costs(load_model(checkpoint).eval(), tokenizer)
     truth, found = (sum(column) / len(costs) for column in zip(*costs))
-    ends = [f(cost for cost, _ in costs) for f in (min, max)]
+    ends = [min(costs)[0], max(costs)[0]]
     figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
     ax.plot(ends, ends, color="0.6", label=f"the grammar: {truth:.1f} nats a story")
     ax.plot(*zip(*costs), "o", color="black", markersize=3, label=f"the model: {found:.1f}")
-    ax.set(title=f"{len(costs)} stories, each as probable as it really is?", xlabel="-log p by the grammar, nats",
-           ylabel="-log p by the model, nats")
+    ax.set(title=f"{len(costs)} stories, each as probable as it really is?",
+           xlabel="-log p by the grammar, nats", ylabel="-log p by the model, nats")
     ax.legend()
     return figure
 

@@ -192,9 +192,10 @@ def lay_out_by_columns(model):
 def compile_decoding(model, cache):
     """Compile the pass over one token, its weights "frozen": laid out once as the products like them best.
 
-    It takes a quarter of a minute on two CPU cores; then a token takes half the time. PyTorch's cache does not
-    keep frozen code, so a second start takes as long (without freezing half as long, but then a token takes
-    twice the time). Prompts are read as before. ValueError where it fails: without a C++ compiler, say.
+    It takes a quarter of a minute on two CPU cores; then a token takes half the time. Frozen code is not kept
+    in PyTorch's cache, so a second start takes as long. (Without freezing it takes half as long, but then a
+    token takes twice the time.) Prompts are read as before. ValueError where it fails: without a C++
+    compiler, for example.
     """
     import torch
     import torch._inductor.config as inductor
