@@ -23,9 +23,9 @@ it in the end is out/ablate-<data>-<variant>-<learning rate>-<seed>/log.csv.
 
 The loss is that on the first 65,536 tokens of the validation split after the last step, in nats per token,
 in the windows of training: on the storybook, each story from its beginning.
-Intervals are 95%, by Student's t over the seeds; the difference to Nano is taken seed by seed, as the batches
-are the same. A core-second is a second of processor time, which a busy machine hardly stretches; the three
-evaluations of a run are included.
+Intervals are 95%, by Student's t over the seeds; differences (to Nano, the baseline and the helix, where they
+have run) are taken seed by seed, as the batches are the same. A core-second is a second of processor time,
+which a busy machine hardly stretches; the three evaluations of a run are included.
 """
 
 import argparse
@@ -218,19 +218,22 @@ def table(rows, data):
     need(rows, f"no run on data/{data} is finished with these settings.")
     loss = {variant: {seed: float(row["val_loss"]) for seed, row in found.items()}
             for variant, found in rows.items()}
-    titles = ["variant", "seeds", "parameters", "learning rate", "loss", "bits per byte", "loss minus Nano's",
+    references = {"nano": "loss minus Nano's", "baseline": "minus the baseline's", "helix": "minus helix's"}
+    references = {name: title for name, title in references.items() if name in rows}
+    titles = ["variant", "seeds", "parameters", "learning rate", "loss", "bits per byte", *references.values(),
               "tokens/core-second"]
     lines = [titles, ["---"] * len(titles)]
     for variant, found in rows.items():
-        nano = loss.get("nano", {}) if variant != "nano" else {}
-        minus = [x - nano[seed] for seed, x in loss[variant].items() if seed in nano]
         one, *_ = runs = list(found.values())
+        minus = []
+        for name in references:
+            both = loss[variant].keys() & loss[name].keys() if name != variant else ()
+            minus.append(show([loss[variant][seed] - loss[name][seed] for seed in both], "+") if both else "")
         rate = dict(word.split("=", 1) for word in one["settings"].split()).get("--lr", "")
         bits = [float(row["bits_per_byte"]) for row in runs]
         speed = statistics.median(int(row["tokens_per_core_second"]) for row in runs)
         lines.append([variant, str(len(runs)), f"{int(one['parameters']):,}", rate,
-                      show(loss[variant].values()), show(bits), show(minus, "+") if minus else "",
-                      f"{speed:,.0f}"])
+                      show(loss[variant].values()), show(bits), *minus, f"{speed:,.0f}"])
     note = f"data/{data}, {int(one['tokens']):,} tokens each. After ±: half of the 95% interval."
     if min(map(len, rows.values())) < 3:
         note += " Fewer than three seeds give no interval: only their mean is shown."

@@ -156,6 +156,21 @@ def test_the_difference_is_taken_seed_by_seed():
     assert "| +0.100 ± 0.000 |" in text and "Fewer" not in text
 
 
+def test_a_variant_is_compared_with_nano_the_baseline_and_the_helix():
+    loss = {"nano": 2.0, "baseline": 1.75, "silia": 2.5, "helix": 1.0}
+    rows = {name: {"1": dict(parameters="9", tokens="9", val_loss=str(x), bits_per_byte="1", settings="--lr=0.1",
+                             tokens_per_core_second="5")} for name, x in loss.items()}
+    titles, _, *lines = [line.strip("| ").split(" | ") for line in ablate.table(rows, "small").splitlines()[:6]]
+    found = {line[0]: dict(zip(titles, line)) for line in lines}
+    columns = ["loss minus Nano's", "minus the baseline's", "minus helix's"]
+    assert [found["silia"][title] for title in columns] == ["+0.500", "+0.750", "+1.500"]
+    assert [found["helix"][title].strip() for title in columns] == ["-1.000", "-0.750", ""]
+    assert titles == ["variant", "seeds", "parameters", "learning rate", "loss", "bits per byte", *columns,
+                      "tokens/core-second"]
+    del rows["nano"]
+    assert columns[0] not in ablate.table(rows, "small") and columns[1] in ablate.table(rows, "small")
+
+
 @pytest.mark.parametrize("words, sentence", [
     (["--variants", "nanoo"], "invalid choice: 'nanoo'"),
     (["--seeds", "0"], "must be at least 1"),
