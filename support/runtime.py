@@ -204,7 +204,8 @@ def compile_decoding(model, cache):
     plain, compiled = model.forward, torch.compile(model.forward, dynamic=True, fullgraph=True)
 
     def forward(idx, cache=None, **options):
-        one = idx.size(1) == 1 and cache and cache.length  # the first token makes the buffers: not here
+        # Not the first token, which makes the buffers, nor the second: code for a length of 1 is for that only.
+        one = idx.size(1) == 1 and cache and cache.length > 1
         return (compiled if one else plain)(idx, cache=cache, **options)
 
     model.forward = forward
